@@ -1,0 +1,74 @@
+"""What is known about model families: one row a family, data only, needs neither torch nor diffusers.
+
+Add a family: a module of rows, and its name in the list here.
+"""
+
+from difflib import get_close_matches
+
+from lowtide.errors import ConfigError
+from lowtide.families import (
+    flux1,
+    flux2,
+    ltx_video,
+    lumina2,
+    pixart,
+    qwen_image,
+    sana,
+    sd3,
+    sdxl,
+    wan,
+    z_image,
+)
+from lowtide.families.row import Build, Family, Stack
+
+__all__ = ["Build", "Family", "Stack", "all_families", "by_class", "find", "known", "names_of", "unknown"]
+
+_MODULES = (flux1, flux2, sd3, sdxl, pixart, sana, qwen_image, lumina2, wan, ltx_video, z_image)
+_FAMILIES = tuple(row for module in _MODULES for row in module.ROWS)
+
+
+def all_families() -> tuple[Family, ...]:
+    """Every row, in the order in which people see them."""
+    return _FAMILIES
+
+
+def find(name: str) -> Family:
+    """The family of that key, title or alias; case, space, dot, dash and underscore do not matter.
+
+    Raises ConfigError for an unknown name: says what is near and how to list them.
+    """
+    family = _table().get(_plain(name))
+    if family is None:
+        raise ConfigError(unknown(name))
+    return family
+
+
+def known(name: str) -> bool:
+    """Whether ``find(name)`` would give a family."""
+    return _plain(name) in _table()
+
+
+def unknown(name: str) -> str:
+    """What to tell somebody about a name that is no family's: the nearest ones, and how to list them."""
+    table = _table()
+    near = dict.fromkeys(table[match].key for match in get_close_matches(_plain(name), table, n=3))
+    hint = f"Did you mean {' or '.join(near)}? " if near else ""
+    return f"unknown family {name!r}. {hint}`lowtide families` lists them"
+
+
+def by_class(class_name: str) -> Family | None:
+    """The first family of a model class, or None. Families that share a class share their stacks."""
+    return next((row for row in _FAMILIES if row.class_name == class_name), None)
+
+
+def names_of(row: Family) -> tuple[str, ...]:
+    """Every name that ``find`` takes for a family, as it is written in the row."""
+    return (row.key, row.title, *row.aliases)
+
+
+def _plain(name: str) -> str:
+    return "".join(c for c in name.lower() if c not in " .-_")
+
+
+def _table() -> dict[str, Family]:
+    return {_plain(name): row for row in _FAMILIES for name in names_of(row)}

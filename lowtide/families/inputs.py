@@ -1,0 +1,74 @@
+"""Constructors of the input language: plain dicts that say how to make the arguments of a forward.
+
+``measure.inputs`` turns them into tensors. A size is an integer or an expression over the build's ``vars`` and ``let``
+("F*lh*lw"). ``"compute"`` stands for the model's own dtype. Plain numbers, strings, None, lists and dicts of nodes are
+themselves.
+"""
+
+from typing import Any
+
+Size = int | str
+Node = dict[str, Any]
+
+
+def randn(*shape: Size) -> Node:
+    """Standard normal, in the model's dtype."""
+    return {"gen": "randn", "shape": list(shape), "dtype": "compute"}
+
+
+def rand(*shape: Size, scale: float = 1.0) -> Node:
+    """Uniform in [0, scale), in the model's dtype: the usual time step."""
+    return {"gen": "rand", "shape": list(shape), "dtype": "compute", "scale": scale}
+
+
+def randint(*shape: Size, high: int) -> Node:
+    """Whole numbers in [0, high), int64."""
+    return {"gen": "randint", "shape": list(shape), "dtype": "int64", "high": high}
+
+
+def zeros(*shape: Size, dtype: str = "float32") -> Node:
+    return {"gen": "full", "shape": list(shape), "dtype": dtype, "value": 0}
+
+
+def full(value: float, *shape: Size, dtype: str = "compute") -> Node:
+    return {"gen": "full", "shape": list(shape), "dtype": dtype, "value": value}
+
+
+def ones(*shape: Size, dtype: str = "int64") -> Node:
+    """A mask that leaves nothing out."""
+    return {"gen": "full", "shape": list(shape), "dtype": dtype, "value": 1}
+
+
+def mask(*shape: Size, lengths: tuple[Size, ...], dtype: str = "int64") -> Node:
+    """[B, T]: row b is one in its first ``lengths[b]`` columns, else zero. Rows beyond the list take its last length."""
+    return {"gen": "mask", "shape": list(shape), "dtype": dtype, "lengths": list(lengths)}
+
+
+def grid(*axes: Size) -> Node:
+    """Every position of a grid, float32, [product of axes, number of axes]: the ids of rotary embeddings."""
+    return {"gen": "grid", "axes": list(axes), "dtype": "float32"}
+
+
+def size(expression: Size) -> Node:
+    """A whole number."""
+    return {"expr": expression}
+
+
+def several(count: Size, item: Any) -> Node:
+    """A list of ``count`` values, each made anew from ``item``."""
+    return {"repeat": count, "item": item}
+
+
+def fixed(*items: Any) -> Node:
+    """A tuple."""
+    return {"tuple": list(items)}
+
+
+def numbered(items: dict[int, Any]) -> Node:
+    """A dict with whole numbers as keys."""
+    return {"intkeys": {str(key): value for key, value in items.items()}}
+
+
+def when(condition: Size, item: Any) -> Node:
+    """``item`` if the expression is not zero, else None."""
+    return {"when": condition, "item": item}

@@ -1,0 +1,1 @@
+"""Pure arithmetic over schedules: no torch, no model."""

@@ -1,0 +1,172 @@
+"""A call's arguments as a list of leaves and a structure from which the same arguments can be built again.
+
+Containers are rebuilt as they were when the call began, so a list that the block appends to is no danger.
+"""
+
+import copy
+import dataclasses
+import enum
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+# Rule 9: leaves are an allow-list. What is not on it may be changed by the block without anybody noticing.
+_ATOMS = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, range, slice, type(...)}
+    | {torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
+    | {types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, type}
+)
+_ATOM_BASES = (enum.Enum, torch.Generator, nn.Module, type, int, float, str)
+
+Structure = tuple[Callable[..., Any], Any]
+
+
+class OpaqueArgument(Exception):
+    """An argument that may be mutated unseen, so a replay could not be trusted."""
+
+
+def _leaf(index: int, leaves: list[Any]) -> Any:
+    return leaves[index]
+
+
+def _constant(value: Any, leaves: list[Any]) -> Any:
+    return value
+
+
+def _sequence(payload: tuple[Any, list[Structure]], leaves: list[Any]) -> Any:
+    build, parts = payload
+    return build([part[0](part[1], leaves) for part in parts])
+
+
+def _mapping(payload: tuple[Any, list[tuple[Any, Structure]]], leaves: list[Any]) -> Any:
+    build, items = payload
+    return build({key: part[0](part[1], leaves) for key, part in items})
+
+
+def _instance(payload: tuple[Any, list[tuple[str, Structure]]], leaves: list[Any]) -> Any:
+    original, fields = payload
+    new = copy.copy(original)
+    for name, part in fields:
+        object.__setattr__(new, name, part[0](part[1], leaves))
+    return new
+
+
+_NONE: Structure = (_constant, None)
+
+
+def flatten(value: Any, leaves: list[torch.Tensor], opaque: bool = False) -> Structure:
+    """Append the tensors of ``value`` to ``leaves`` and return its structure.
+
+    opaque: pass unknown objects through by identity instead of raising OpaqueArgument.
+    """
+    if value is None:
+        return _NONE
+    if isinstance(value, torch.Tensor):
+        leaves.append(value)
+        return _leaf, len(leaves) - 1
+    kind = type(value)
+    if opaque and kind is types.FunctionType:
+        return _flatten_function(value, leaves)
+    if kind in _ATOMS:
+        return _constant, value
+    if isinstance(value, (tuple, list)):
+        return _sequence, (_sequence_builder(kind), [flatten(item, leaves, opaque) for item in value])
+    if isinstance(value, Mapping):
+        items = [(key, flatten(item, leaves, opaque)) for key, item in value.items()]
+        return _mapping, (_mapping_builder(kind), items)
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        return _instance, (value, [(name, flatten(getattr(value, name), leaves, opaque)) for name in names])
+    if opaque or isinstance(value, _ATOM_BASES) or _is_plain_method(value):
+        return _constant, value
+    raise OpaqueArgument(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def _flatten_function(function: types.FunctionType, leaves: list[torch.Tensor]) -> Structure:
+    """Closure and defaults as they are now, so that a replay sees them so, and no cycle keeps the graph alive."""
+    cells = function.__closure__ or ()
+    if not cells and not function.__defaults__ and not function.__kwdefaults__:
+        return _constant, function
+    captured = [_snapshot(cell.cell_contents, leaves) if _is_filled(cell) else None for cell in cells]
+    defaults = _snapshot(function.__defaults__, leaves, deep=True)
+    keywords = _snapshot(function.__kwdefaults__, leaves, deep=True)
+    facts = (function.__code__, function.__globals__, function.__name__)
+    return _function, (facts, captured, defaults, keywords)
+
+
+def _function(payload: tuple[Any, list[Structure | None], Structure, Structure], leaves: list[Any]) -> Any:
+    (code, names, name), captured, defaults, keywords = payload
+    cells = tuple(types.CellType() if cell is None else types.CellType(rebuild(cell, leaves)) for cell in captured)
+    function = types.FunctionType(code, names, name, rebuild(defaults, leaves), cells or None)
+    function.__kwdefaults__ = rebuild(keywords, leaves)
+    return function
+
+
+def _snapshot(value: Any, leaves: list[torch.Tensor], deep: bool = False) -> Structure:
+    """Tensors become leaves and plain containers are copied, one level down (two with ``deep``); the rest is as it is."""
+    if isinstance(value, torch.Tensor):
+        leaves.append(value)
+        return _leaf, len(leaves) - 1
+    kind = type(value)
+    inner = functools.partial(_snapshot, leaves=leaves) if deep else functools.partial(_tensor_or_constant, leaves=leaves)
+    if kind in (tuple, list):
+        return _sequence, (kind, [inner(item) for item in value])
+    if kind is dict:
+        return _mapping, (dict, [(key, inner(item)) for key, item in value.items()])
+    return _constant, value
+
+
+def _tensor_or_constant(value: Any, leaves: list[torch.Tensor]) -> Structure:
+    return flatten(value, leaves) if isinstance(value, torch.Tensor) else (_constant, value)
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def rebuild(structure: Structure, leaves: list[Any]) -> Any:
+    """The value that ``flatten`` described, over other leaves."""
+    return structure[0](structure[1], leaves)
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a block's output, in a fixed order. Objects of unknown type hold none."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_of(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_of(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_of(getattr(value, field.name))
+
+
+@functools.cache
+def _sequence_builder(kind: type) -> Callable[[list[Any]], Any]:
+    if kind is list:
+        return list
+    return kind._make if hasattr(kind, "_make") else kind  # named tuples take their fields one by one
+
+
+@functools.cache
+def _mapping_builder(kind: type) -> Callable[[dict[Any, Any]], Any]:
+    if dataclasses.is_dataclass(kind):  # diffusers' BaseOutput is both
+        return lambda items: kind(**items)
+    return kind if issubclass(kind, dict) else dict
+
+
+def _is_plain_method(value: Any) -> bool:
+    if isinstance(value, functools.partial):
+        return False
+    return isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module)

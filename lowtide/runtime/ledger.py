@@ -1,0 +1,199 @@
+"""Counts what really happened in a step: calls, recomputations, segments, and the bytes behind saved tensors.
+
+Calls are counted always. Bytes are counted in a step's forward when the first block's input shapes are new to the
+handle, and stand for the steps that follow with the same shapes: counting storages costs host time.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lowtide.errors import ReplayError
+from lowtide.plan.schedule import KEPT, WHOLE
+from lowtide.runtime.segment import Call, Segment, flatten_call, version_of
+
+
+@dataclass
+class BlockRecord:
+    """One block's line in the receipt."""
+
+    name: str
+    stack: str
+    index: int
+    planned: str
+    ledger: "weakref.ref[Ledger]"
+    planned_reason: str | None = None
+    treatment: str = KEPT
+    segment: int | None = None
+    reason: str | None = None
+    forward_calls: int = 0
+    recompute_calls: int = 0
+
+    def count_replay(self) -> None:
+        self.recompute_calls += 1
+        self.note_replay()
+
+    def note_replay(self) -> None:
+        ledger = self.ledger()
+        if ledger is not None:
+            ledger.backward_seen = True
+
+    def reset(self) -> None:
+        self.treatment, self.segment, self.reason = self.planned, None, self.planned_reason
+        self.forward_calls = self.recompute_calls = 0
+
+
+class Storages:
+    """Bytes of distinct storages, each credited to the block that held or dropped it first."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self.weights = set() if model is None else {_key(t) for t in (*model.parameters(), *model.buffers())}
+        self.held: dict[int, tuple[int, int]] = {}
+        self.dropped: dict[int, tuple[int, int]] = {}
+        self._pins: list[StorageWeakRef] = []  # a dead storage's key must not be given to another one
+
+    def hold(self, block: int, tensor: torch.Tensor) -> None:
+        self._enter(self.held, block, tensor)
+
+    def drop(self, block: int, tensor: torch.Tensor) -> None:
+        self._enter(self.dropped, block, tensor)
+
+    def _enter(self, book: dict[int, tuple[int, int]], block: int, tensor: torch.Tensor) -> None:
+        key = _key(tensor)
+        if key in book or key in self.weights:
+            return
+        storage = tensor.untyped_storage()
+        book[key] = (block, storage.nbytes())
+        self._pins.append(StorageWeakRef(storage))
+
+    def held_bytes(self, block: int) -> int:
+        return sum(size for owner, size in self.held.values() if owner == block)
+
+    def dropped_bytes(self, block: int) -> int:
+        return sum(size for key, (owner, size) in self.dropped.items() if owner == block and key not in self.held)
+
+    def release_pins(self) -> None:
+        """The forward is over: its keys are settled."""
+        self._pins.clear()
+
+
+class Ledger:
+    """The books of one handle. A window is one forward (or several before a backward) and what recomputed it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = weakref.ref(model)
+        self.records: list[BlockRecord] = []
+        self.fallbacks: dict[str, str] = {}
+        self.backward_seen = False
+        self.storages: Storages | None = None
+        self._measuring = False
+        self._measured: tuple[Any, ...] | None = None
+        self._first: BlockRecord | None = None
+        self._segments = 0
+        self._numbers: dict[str, int] = {}
+
+    def add(self, name: str, stack: str, index: int, planned: str, reason: str | None = None) -> BlockRecord:
+        record = BlockRecord(name, stack, index, planned, weakref.ref(self), reason, treatment=planned)
+        self._numbers[name] = len(self.records)
+        self.records.append(record)
+        return record
+
+    # ------------------------------------------------------------------ windows
+
+    def begin_call(self, record: BlockRecord, leaves: Sequence[torch.Tensor]) -> None:
+        if self._first is None or self.backward_seen or (record is self._first and self._nothing_is_replayed()):
+            self._open_window(record, leaves)
+        record.forward_calls += 1
+
+    def begin_kept_call(self, record: BlockRecord, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """As begin_call, without flattening the arguments where no window opens."""
+        opens = self._first is None or self.backward_seen or (record is self._first and self._nothing_is_replayed())
+        self.begin_call(record, flatten_call(args, kwargs, opaque=True)[1] if opens else ())
+
+    def _nothing_is_replayed(self) -> bool:
+        return all(other.planned == KEPT for other in self.records)
+
+    def _open_window(self, record: BlockRecord, leaves: Sequence[torch.Tensor]) -> None:
+        for other in self.records:
+            other.reset()
+        self.fallbacks.clear()
+        self.backward_seen, self._segments, self._first = False, 0, record
+        if self._measuring and self.storages is not None:
+            self.storages.release_pins()
+        shapes = (record.name, *(tensor.shape for tensor in leaves))
+        self._measuring = shapes != self._measured
+        if self._measuring:
+            self._measured = shapes
+            self.storages = Storages(self.model())
+
+    # ------------------------------------------------------------------ what happened
+
+    def end_call(self, record: BlockRecord, segment: Segment, call: Call) -> None:
+        if not call.drops:
+            record.reason = "nothing in it needed a gradient"
+        elif record.planned == WHOLE:
+            if segment.label is None:
+                segment.label, self._segments = self._segments, self._segments + 1
+            record.segment = segment.label
+        if self._measuring and self.storages is not None:
+            number = self._numbers[record.name]
+            for external in segment.externals[segment.counted :]:
+                if external.tensor is not None and call.drops:
+                    self.storages.hold(number, external.tensor)
+            segment.counted = len(segment.externals)
+
+    def fall_back(self, record: BlockRecord, reason: str) -> None:
+        self.fallbacks[record.name] = reason
+
+    def keep_instead(self, record: BlockRecord, reason: str) -> None:
+        record.treatment, record.reason = KEPT, reason
+        self.fallbacks[record.name] = reason
+
+    # ------------------------------------------------------------------ counting bytes
+
+    def packer(self, record: BlockRecord) -> Callable[[torch.Tensor], None] | None:
+        """Called with every tensor that a treated call drops; None while bytes are not counted."""
+        storages = self.storages
+        if not self._measuring or storages is None:
+            return None
+        number = self._numbers[record.name]
+        return lambda tensor: storages.drop(number, tensor)
+
+    def keeping_hooks(self, record: BlockRecord) -> AbstractContextManager[Any] | None:
+        """Saved-tensor hooks that count what a kept call saves; None while bytes are not counted."""
+        storages = self.storages
+        if not self._measuring or storages is None:
+            return None
+        number = self._numbers[record.name]
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        pack_on, unpack_on = outer if outer is not None else (None, _same)
+
+        def pack(tensor: torch.Tensor) -> tuple[Any, torch.Tensor | None, int]:
+            storages.hold(number, tensor)
+            if pack_on is not None:
+                return pack_on(tensor), None, 0
+            return tensor, tensor, version_of(tensor)
+
+        def unpack(packed: tuple[Any, torch.Tensor | None, int]) -> torch.Tensor:
+            value, checked, version = packed
+            if checked is not None and version_of(checked) != version:  # hooks switch autograd's own check off
+                raise ReplayError(
+                    f"a tensor that {record.name} saved has been modified by an inplace operation before its backward."
+                )
+            return unpack_on(value)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,147 @@
+"""From a model to its block stacks: by a family's rows, or by structure where no row knows the model."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from lowtide.errors import UnsupportedError
+from lowtide.families.row import Stack
+
+_FEED_FORWARD = re.compile(r"(^|_)(ff|ffn|mlp|feed_?forward)(_|\d|$)")
+_ATTENTION = re.compile(r"attn|attention")
+_LEAVES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
+
+
+@dataclass(frozen=True)
+class ResolvedStack:
+    """A stack of one model: its blocks as (module path, module) in call order.
+
+    found: True where the stack was discovered by structure, False where a row declares it.
+    """
+
+    name: str
+    blocks: list[tuple[str, nn.Module]]
+    row: Stack
+    found: bool
+
+    def chains(self, block: nn.Module) -> list[list[tuple[str, nn.Module]]]:
+        """The feed-forward chains that this block really has; modules that it lacks are left out."""
+        chains = [[(path, _child(block, path)) for path in chain] for chain in self.row.feed_forward]
+        present = [[(path, module) for path, module in chain if module is not None] for chain in chains]
+        return [chain for chain in present if chain]
+
+    @property
+    def has_feed_forward(self) -> bool:
+        return any(self.chains(block) for _, block in self.blocks)
+
+
+def resolve(model: nn.Module, stacks: Sequence[Stack] | None) -> list[ResolvedStack]:
+    """The stacks of ``model``: the given rows, or, with ``None``, what its structure shows.
+
+    Raises UnsupportedError where a row matches no block of this model, or nothing is found.
+    """
+    if stacks is None:
+        return _discover(model)
+    resolved = [ResolvedStack(row.name, _unique(_expand_all(model, row)), row, found=False) for row in stacks]
+    missing = [stack.name for stack in resolved if not stack.blocks]
+    if len(missing) == len(resolved):
+        raise UnsupportedError(
+            f"{type(model).__name__} has none of the block stacks that its family declares ({', '.join(missing)}); "
+            "is it a model of that family? Leave `family` out to have the stacks found by structure."
+        )
+    return [stack for stack in resolved if stack.blocks]
+
+
+def expand(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
+    """Modules that a row's pattern names, in order. ``*`` every child; ``{a.#|b.#}`` interleaves by index."""
+    return list(_walk(model, "", _split(pattern)))
+
+
+def _expand_all(model: nn.Module, row: Stack) -> list[tuple[str, nn.Module]]:
+    return [match for pattern in row.blocks for match in expand(model, pattern)]
+
+
+def _split(pattern: str) -> list[str]:
+    """Dot-separated parts; a ``{…}`` group stays one part."""
+    return re.findall(r"\{[^}]*\}|[^.]+", pattern)
+
+
+def _walk(module: nn.Module, path: str, parts: list[str]) -> Iterator[tuple[str, nn.Module]]:
+    if not parts:
+        yield path, module
+        return
+    part, rest = parts[0], parts[1:]
+    if part.startswith("{"):
+        yield from _interleave(module, path, part[1:-1].split("|"), rest)
+        return
+    for name, child in module.named_children():
+        if part in ("*", name):
+            yield from _walk(child, f"{path}.{name}" if path else name, rest)
+
+
+def _interleave(
+    module: nn.Module, path: str, alternatives: list[str], rest: list[str]
+) -> Iterator[tuple[str, nn.Module]]:
+    index, found = 0, True
+    while found:
+        found = False
+        for alternative in alternatives:
+            for match in _walk(module, path, _split(alternative.replace("#", str(index))) + rest):
+                found = True
+                yield match
+        index += 1
+
+
+def _unique(blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """A module that stands in a stack twice is one block: it is called twice."""
+    seen: dict[int, tuple[str, nn.Module]] = {}
+    for path, module in blocks:
+        seen.setdefault(id(module), (path, module))
+    return list(seen.values())
+
+
+def _child(block: nn.Module, path: str) -> nn.Module | None:
+    module: nn.Module | None = block
+    for name in path.split("."):
+        module = module._modules.get(name) if module is not None else None
+    return module
+
+
+def _discover(model: nn.Module) -> list[ResolvedStack]:
+    found = list(_lists_of_blocks(model, ""))
+    if not found:
+        raise UnsupportedError(
+            f"no block stack was found in {type(model).__name__}: lowtide looks for lists of at least two composite "
+            "modules of one class. Wrap the parts to recompute with `lowtide.checkpoint` instead."
+        )
+    return [ResolvedStack(path, _unique(blocks), _guess_row(path, blocks), found=True) for path, blocks in found]
+
+
+def _lists_of_blocks(module: nn.Module, path: str) -> Iterator[tuple[str, list[tuple[str, nn.Module]]]]:
+    for name, child in module.named_children():
+        child_path = f"{path}.{name}" if path else name
+        if isinstance(child, (nn.ModuleList, nn.Sequential)) and _is_stack(child):
+            yield child_path, [(f"{child_path}.{index}", block) for index, block in child.named_children()]
+        else:
+            yield from _lists_of_blocks(child, child_path)
+
+
+def _is_stack(modules: nn.Module) -> bool:
+    children = list(modules.children())
+    return len(children) >= 2 and len({type(child) for child in children}) == 1 and _is_composite(children[0])
+
+
+def _is_composite(module: nn.Module) -> bool:
+    return sum(isinstance(part, _LEAVES) for part in module.modules()) >= 2 and not isinstance(module, _LEAVES)
+
+
+def _guess_row(path: str, blocks: list[tuple[str, nn.Module]]) -> Stack:
+    names = list(dict.fromkeys(name for _, block in blocks for name, _ in block.named_children()))
+    row = Stack(name=path, blocks=(f"{path}.*",))
+    return replace(
+        row,
+        feed_forward=tuple((name,) for name in names if _FEED_FORWARD.search(name)),
+        attention=tuple(name for name in names if _ATTENTION.search(name) and "norm" not in name),
+    )

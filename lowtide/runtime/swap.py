@@ -1,0 +1,76 @@
+"""Intercepts a module by swapping its class for a generated subclass with ``__call__`` overridden.
+
+Names, isinstance, state_dict keys, deep copies and forward patches by other libraries keep working; only look-ups by
+exact class see the difference (attach last, or register the generated class there).
+
+Rules (the numbering of segment.py goes on):
+15. One generated class an original class and handle. FSDP2 wraps by class, compile makes one graph a class.
+16. The interceptor is closed to dynamo: under torch.compile(model) the blocks run eagerly.
+17. No metaclass tricks: FSDP2's class cache would bypass the engine.
+18. Pickles and deep copies come back as the original class, un-attached.
+19. Putting the class back happens only where the class is still ours; otherwise an inactive pass-through stays.
+"""
+
+import copyreg
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.errors import ConfigError
+from lowtide.runtime.tracer import Tracer
+
+_MARK = "_lowtide_original"
+
+
+def rebuild(original: type[nn.Module]) -> nn.Module:
+    """Unpickles a block that was attached: an instance of its original class."""
+    return original.__new__(original)
+
+
+def original_class(module: nn.Module) -> type[nn.Module] | None:
+    """The class a module had before it was intercepted; None where it is not intercepted."""
+    return getattr(type(module), _MARK, None)
+
+
+def intercept(modules: Iterable[tuple[str, nn.Module]], tracer: Tracer) -> None:
+    """Route every call of ``modules`` through ``tracer``. ConfigError where one is attached already."""
+    modules = list(modules)
+    taken = [name for name, module in modules if original_class(module) is not None]
+    if taken:
+        raise ConfigError(
+            f"{taken[0]} is attached already ({len(taken)} of {len(modules)} blocks are). Call `detach()` on the "
+            "handle of the first `attach` before attaching with other settings."
+        )
+    classes: dict[type[nn.Module], type[nn.Module]] = {}
+    for _, module in modules:
+        original = type(module)
+        if original not in classes:
+            classes[original] = _generate(original, tracer)
+        module.__class__ = classes[original]
+
+
+def release(modules: Iterable[nn.Module]) -> None:
+    """Put the original classes back, where they are still ours to put back."""
+    for module in modules:
+        if _MARK in vars(type(module)):
+            module.__class__ = vars(type(module))[_MARK]
+
+
+def _generate(original: type[nn.Module], tracer: Tracer) -> type[nn.Module]:
+    call_original = original.__call__
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return tracer.run(call_original, self, args, kwargs)
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+        reduced = original.__reduce_ex__(self, protocol)
+        if type(self) is not generated or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+            return reduced
+        return (rebuild, (original,), *reduced[2:])
+
+    names = {key: getattr(original, key) for key in ("__module__", "__qualname__", "__doc__")}
+    body = {**names, _MARK: original, "__call__": torch.compiler.disable(__call__), "__reduce_ex__": __reduce_ex__}
+    generated = type(original)(original.__name__, (original,), body)
+    return generated

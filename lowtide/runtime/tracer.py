@@ -1,0 +1,193 @@
+"""Decides, call by call, what happens with a block: passes it through, keeps it, or records it into a segment.
+
+Rules (the numbering of segment.py goes on):
+15. State belongs to the handle, by id of the module; one generated class an original class (see swap.py).
+21. Open segments and nesting are per thread and handle. DataParallel replicas, functorch transforms, disabled
+    saved-tensor hooks and tracing pass through.
+"""
+
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.plan.schedule import FFN, KEPT, WHOLE
+from lowtide.runtime.context import Context, Provider, accelerator, default_generators
+from lowtide.runtime.flatten import OpaqueArgument
+from lowtide.runtime.ledger import BlockRecord, Ledger
+from lowtide.runtime.segment import Call, Nesting, Segment, flatten_call
+
+
+@dataclass
+class Unit:
+    """One intercepted module: a block of a stack, or a module of a block's feed-forward side.
+
+    group: which open segment it may join. number: the planned segment within the group. position: its place in the
+    group, ascending. width: how many units the planned segment has. last: the
+    last position of the group. carry: places and names of the arguments that
+    decide whether a segment goes on. counts: whether its replays are the block's recompute_calls.
+    """
+
+    module: weakref.ref[nn.Module]
+    record: BlockRecord
+    treatment: str
+    group: Hashable
+    number: int = 0
+    position: int = 0
+    width: int = 1
+    carry: tuple[tuple[int, str], ...] = ()
+    last: int = 0
+    counts: bool = True
+
+    def carried(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        found = [args[place] if place < len(args) else kwargs.get(name) for place, name in self.carry]
+        return [value for value in found if isinstance(value, torch.Tensor)]
+
+
+class Tracer:
+    """The live half of a handle: every intercepted call of its blocks arrives at ``run``."""
+
+    def __init__(self, units: Sequence[tuple[nn.Module, Unit]], ledger: Ledger, providers: Sequence[Provider]) -> None:
+        self.units = {id(module): unit for module, unit in units}
+        self.ledger = ledger
+        self.context = Context(providers)
+        self.accelerator = accelerator()
+        self.nesting = Nesting()
+        self.active = True
+
+    def run(self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``original(module, *args, **kwargs)``, treated as the schedule says."""
+        unit = self.units.get(id(module))
+        if unit is None or self._passes_through() or unit.module() is not module:
+            return original(module, *args, **kwargs)
+        if unit.treatment == KEPT:
+            return self._keep(unit, original, module, args, kwargs)
+        try:
+            structure, leaves = flatten_call(args, kwargs)
+        except OpaqueArgument as error:  # rule 9
+            return self._keep_opaque(unit, str(error), original, module, args, kwargs)
+        self.ledger.begin_call(unit.record, leaves)
+        segment = self._segment_for(unit, leaves, args, kwargs)
+        call = Call(unit.record.name, _Bound(original, module), (module,))
+        call.on_replay = unit.record.count_replay if unit.counts else unit.record.note_replay
+        segment.record(call, structure, leaves, self._generators(leaves))
+        output = self._record(unit, segment, call, args, kwargs, leaves)
+        self.ledger.end_call(unit.record, segment, call)
+        return output
+
+    def _passes_through(self) -> bool:
+        return (
+            not torch.is_grad_enabled()
+            or self.nesting.depth > 0
+            or not self.active
+            or torch._C._functorch.peek_interpreter_stack() is not None
+            or not torch._C._autograd._saved_tensors_hooks_is_enabled()
+            or torch.jit.is_tracing()
+        )
+
+    # ------------------------------------------------------------------ recording
+
+    def _segment_for(
+        self, unit: Unit, leaves: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Segment:
+        alive = self.nesting.open.get(unit.group)
+        segment = alive() if alive is not None else None
+        if segment is not None and segment.number == unit.number and self._has_room(segment, unit):
+            reason = segment.reason_to_end(leaves, unit.carried(args, kwargs) if unit.carry else ())
+            if reason is None:
+                return segment
+            if unit.treatment == WHOLE:
+                self.ledger.fall_back(unit.record, reason)
+        return Segment(self.context, self.accelerator, self.nesting)
+
+    @staticmethod
+    def _has_room(segment: Segment, unit: Unit) -> bool:
+        return segment.position < unit.position and len(segment.calls) < unit.width  # rule 7
+
+    def _record(
+        self,
+        unit: Unit,
+        segment: Segment,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: list[torch.Tensor],
+    ) -> Any:
+        segment.number, segment.position = unit.number, unit.position
+        more = len(segment.calls) < unit.width
+        # The last module of a chain, alone: what it drops must be worth the input it would hold instead.
+        alone = unit.treatment == FFN and len(segment.calls) == 1 and unit.position == unit.last
+        try:
+            with self.nesting:
+                output = segment.run(
+                    call,
+                    args,
+                    kwargs,
+                    leaves,
+                    kept_addresses=_weight_addresses(call) if alone else frozenset(),
+                    register_outputs=more,
+                    on_pack=self.ledger.packer(unit.record),
+                )
+        except BaseException:  # rule 5
+            self.nesting.open.pop(unit.group, None)
+            raise
+        if more and call.drops:
+            self.nesting.open[unit.group] = weakref.ref(segment)  # rule 2
+        else:
+            self.nesting.open.pop(unit.group, None)
+        return output
+
+    def _generators(self, leaves: list[torch.Tensor]) -> list[torch.Generator]:
+        devices = {tensor.device for tensor in leaves} if self.accelerator is not None else set()
+        return default_generators(self.accelerator, devices)
+
+    # ------------------------------------------------------------------ keeping
+
+    def _keep(
+        self,
+        unit: Unit,
+        original: Callable[..., Any],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        self.ledger.begin_kept_call(unit.record, args, kwargs)
+        hooks = self.ledger.keeping_hooks(unit.record)
+        if hooks is None:
+            return original(module, *args, **kwargs)
+        with hooks:
+            return original(module, *args, **kwargs)
+
+    def _keep_opaque(
+        self,
+        unit: Unit,
+        kind: str,
+        original: Callable[..., Any],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        self.nesting.open.pop(unit.group, None)
+        self.ledger.keep_instead(unit.record, f"it is given a {kind}, which it may change unseen")
+        with self.nesting:
+            return self._keep(unit, original, module, args, kwargs)
+
+
+class _Bound:
+    """``original`` bound to its module: cheaper than functools.partial to inspect, and named in tracebacks."""
+
+    __slots__ = ("module", "original")
+
+    def __init__(self, original: Callable[..., Any], module: nn.Module) -> None:
+        self.original, self.module = original, module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original(self.module, *args, **kwargs)
+
+
+def _weight_addresses(call: Call) -> set[int]:
+    assert call.roots is not None
+    return {weight.data_ptr() for weight in call.roots[0].parameters() if type(weight) is nn.Parameter}

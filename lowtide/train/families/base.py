@@ -1,0 +1,78 @@
+"""What the trainer needs of a model family: one row, and two classes that know its pipeline."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+
+class Encoders(ABC):
+    """The parts of a pipeline that turn pictures and captions into what is trained on. Needed for the cache only.
+
+    pixel_multiple: picture sides must be multiples of it.
+    """
+
+    pixel_multiple: int
+
+    @abstractmethod
+    def latents(self, pixels: Tensor) -> Tensor:
+        """(1, 3, height, width) in −1 … 1 to normalised latents (channels, height, width), float32 on the CPU."""
+
+    @abstractmethod
+    def text(self, caption: str) -> dict[str, Tensor]:
+        """Named embeddings of one caption, without a batch dimension, on the CPU."""
+
+
+class Denoiser(ABC):
+    """The part of a pipeline that is trained.
+
+    model: the network itself: adapters are put on it, its blocks are checkpointed.
+    """
+
+    model: nn.Module
+
+    @abstractmethod
+    def velocity(self, noisy: Tensor, sigmas: Tensor, text: Mapping[str, Tensor]) -> Tensor:
+        """The model's velocity (noise − picture) at ``noisy`` latents (batch, channels, height, width).
+
+        sigmas: (batch,), the share of noise, 0 … 1. text: the embeddings with a batch dimension.
+        """
+
+    @abstractmethod
+    def arguments(self, noisy: Tensor, sigmas: Tensor, text: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Keyword arguments of ``model.forward`` for the same call."""
+
+    @abstractmethod
+    def shift(self, sigmas: Tensor, latents: Tensor) -> Tensor:
+        """Sigmas moved to where this family puts its noise at this picture size."""
+
+    @abstractmethod
+    def sample(self, text: Mapping[str, Tensor], size: tuple[int, int], steps: int, seed: int) -> Image.Image:
+        """A picture of (width, height) for one caption's embeddings."""
+
+    @abstractmethod
+    def save_lora(self, folder: Path, weights: dict[str, Tensor], config: dict[str, Any]) -> None:
+        """Write LoRA weights as a stock pipeline's ``load_lora_weights`` reads them.
+
+        weights: by module path in ``model``. config: of the PEFT adapter.
+        """
+
+
+@dataclass(frozen=True)
+class TrainRow:
+    """One family that can be trained.
+
+    lora_targets: regular expression over module paths of the model: where LoRA goes. Attention and feed-forward layers.
+    text_tokens: longest caption by default. open_*: load from a pipeline folder, on a device, in the base's precision.
+    """
+
+    key: str
+    lora_targets: str
+    text_tokens: int
+    open_encoders: Callable[[Path, torch.device, torch.dtype, int], Encoders]
+    open_denoiser: Callable[[Path, torch.device, torch.dtype], Denoiser]

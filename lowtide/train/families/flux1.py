@@ -1,0 +1,124 @@
+"""Flux.1: what its pipeline needs for training."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import FluxPipeline
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from PIL import Image
+from torch import Tensor
+
+from lowtide.train.families.base import Denoiser, Encoders, TrainRow
+from lowtide.train.loading import load_pipeline
+
+_TRAIN_GUIDANCE = 1.0
+_SAMPLE_GUIDANCE = 3.5
+_TEXT_PARTS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+
+
+class FluxEncoders(Encoders):
+    def __init__(self, pipeline: FluxPipeline, text_tokens: int) -> None:
+        self._pipeline = pipeline
+        self._text_tokens = text_tokens
+        self.pixel_multiple = pipeline.vae_scale_factor * 2
+
+    @classmethod
+    def open(cls, folder: Path, device: torch.device, dtype: torch.dtype, text_tokens: int) -> "FluxEncoders":
+        pipeline = load_pipeline(FluxPipeline, folder, dtype, without=("transformer",)).to(device)
+        pipeline.vae.to(torch.float32)
+        return cls(pipeline, text_tokens)
+
+    @torch.no_grad()
+    def latents(self, pixels: Tensor) -> Tensor:
+        vae = self._pipeline.vae
+        encoded = vae.encode(pixels.to(vae.device, torch.float32)).latent_dist.mode()
+        normal = (encoded - vae.config.shift_factor) * vae.config.scaling_factor
+        return normal[0].float().cpu()
+
+    @torch.no_grad()
+    def text(self, caption: str) -> dict[str, Tensor]:
+        prompt, pooled, _ = self._pipeline.encode_prompt(caption, None, max_sequence_length=self._text_tokens)
+        return {"prompt": prompt[0].cpu(), "pooled": pooled[0].cpu()}
+
+
+class FluxDenoiser(Denoiser):
+    def __init__(self, pipeline: FluxPipeline) -> None:
+        self._pipeline = pipeline
+        self.model = pipeline.transformer
+
+    @classmethod
+    def open(cls, folder: Path, device: torch.device, dtype: torch.dtype) -> "FluxDenoiser":
+        pipeline = load_pipeline(FluxPipeline, folder, dtype, without=_TEXT_PARTS).to(device)
+        pipeline.vae.to("cpu", torch.float32)
+        return cls(pipeline)
+
+    def arguments(self, noisy: Tensor, sigmas: Tensor, text: Mapping[str, Tensor]) -> dict[str, Any]:
+        batch, channels, height, width = noisy.shape
+        prompt = text["prompt"]
+        ids = FluxPipeline._prepare_latent_image_ids(batch, height // 2, width // 2, noisy.device, noisy.dtype)
+        guided = self._pipeline.transformer.config.guidance_embeds
+        return {
+            "hidden_states": FluxPipeline._pack_latents(noisy, batch, channels, height, width),
+            "encoder_hidden_states": prompt,
+            "pooled_projections": text["pooled"],
+            "timestep": sigmas,
+            "img_ids": ids,
+            "txt_ids": torch.zeros(prompt.shape[1], 3, device=noisy.device, dtype=noisy.dtype),
+            "guidance": torch.full_like(sigmas, _TRAIN_GUIDANCE) if guided else None,
+        }
+
+    def velocity(self, noisy: Tensor, sigmas: Tensor, text: Mapping[str, Tensor]) -> Tensor:
+        packed = self.model(**self.arguments(noisy, sigmas, text), return_dict=False)[0]
+        factor = self._pipeline.vae_scale_factor
+        height, width = (side * factor for side in noisy.shape[-2:])
+        return FluxPipeline._unpack_latents(packed, height, width, factor)
+
+    def shift(self, sigmas: Tensor, latents: Tensor) -> Tensor:
+        scheduler = self._pipeline.scheduler
+        if not scheduler.config.use_dynamic_shifting:
+            shift = scheduler.config.shift
+            return shift * sigmas / (1 + (shift - 1) * sigmas)
+        config = scheduler.config
+        tokens = latents.shape[-2] * latents.shape[-1] // 4
+        mu = calculate_shift(
+            tokens, config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
+        )
+        return scheduler.time_shift(mu, 1.0, sigmas)
+
+    @torch.no_grad()
+    def sample(self, text: Mapping[str, Tensor], size: tuple[int, int], steps: int, seed: int) -> Image.Image:
+        pipeline = self._pipeline
+        pipeline.set_progress_bar_config(disable=True)
+        device, dtype = self.model.device, self.model.dtype
+        packed = pipeline(
+            prompt_embeds=text["prompt"][None].to(device, dtype),
+            pooled_prompt_embeds=text["pooled"][None].to(device, dtype),
+            width=size[0],
+            height=size[1],
+            num_inference_steps=steps,
+            guidance_scale=_SAMPLE_GUIDANCE,
+            generator=torch.Generator().manual_seed(seed),
+            output_type="latent",
+        ).images
+        latents = FluxPipeline._unpack_latents(packed.float().cpu(), size[1], size[0], pipeline.vae_scale_factor)
+        vae = pipeline.vae
+        pixels = vae.decode(latents / vae.config.scaling_factor + vae.config.shift_factor, return_dict=False)[0]
+        return pipeline.image_processor.postprocess(pixels, output_type="pil")[0]
+
+    def save_lora(self, folder: Path, weights: dict[str, Tensor], config: dict[str, Any]) -> None:
+        FluxPipeline.save_lora_weights(folder, weights, transformer_lora_adapter_metadata=config)
+
+
+_BLOCK = r"(single_)?transformer_blocks\.\d+\."
+_ATTENTION = r"attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
+_FEED_FORWARD = r"(ff|ff_context)\.net\.(0\.proj|2)|proj_mlp|proj_out"
+
+ROW = TrainRow(
+    key="flux1",
+    lora_targets=f"{_BLOCK}({_ATTENTION}|{_FEED_FORWARD})",
+    text_tokens=512,
+    open_encoders=FluxEncoders.open,
+    open_denoiser=FluxDenoiser.open,
+)

@@ -1,0 +1,106 @@
+"""Safe writing: beside the place first, then renamed over it, so that a full disk never costs what was there."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from lowtide.errors import MachineError
+
+_PARTIAL = ".partial-"
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """A path beside ``path`` to write to; renamed over ``path`` at the end, removed on any error.
+
+    Raises MachineError where the disk failed.
+    """
+    with _beside(path) as partial:
+        yield partial
+        _flush(partial)
+        os.replace(partial, path)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """An empty folder beside ``path`` to write into; renamed to ``path`` (which it replaces) at the end.
+
+    Raises MachineError where the disk failed: what was at ``path`` is then still there.
+    """
+    with _beside(path) as partial:
+        partial.mkdir()
+        yield partial
+        for file in partial.rglob("*"):
+            if file.is_file():
+                _flush(file)
+        if path.exists():
+            shutil.rmtree(path)
+        os.replace(partial, path)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    with new_file(path) as partial:
+        safetensors.torch.save_file(
+            {name: tensor.detach().contiguous() for name, tensor in tensors.items()}, partial, dict(metadata or {})
+        )
+
+
+def write_json(path: Path, content: Any) -> None:
+    with new_file(path) as partial:
+        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def append_line(path: Path, content: Any) -> None:
+    """One JSON object as a line at the end of a file. Raises MachineError where the disk failed."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(content) + "\n")
+    except OSError as error:
+        raise disk_failed(path, error) from error
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what an earlier process was writing in ``folder`` when it was killed."""
+    for entry in folder.glob(f".*{_PARTIAL}*"):
+        _remove(entry)
+
+
+def disk_failed(path: Path, error: Exception) -> MachineError:
+    return MachineError(
+        f"cannot write {path}: {error}. What was saved before is untouched. Make room (or choose another output_dir) "
+        "and run the same command again: it goes on from the last checkpoint"
+    )
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    partial = path.with_name(f".{path.name}{_PARTIAL}{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove(partial)
+        yield partial
+    except (OSError, SafetensorError) as error:
+        raise disk_failed(path, error) from error
+    finally:
+        _remove(partial)
+
+
+def _flush(file: Path) -> None:
+    """A rename must not reach the disk before the bytes do."""
+    with file.open("rb") as handle:
+        os.fsync(handle.fileno())
+
+
+def _remove(entry: Path) -> None:
+    if entry.is_dir():
+        shutil.rmtree(entry)
+    else:
+        entry.unlink(missing_ok=True)
