@@ -21,4 +21,4 @@ def providers() -> tuple[Provider, ...]:
     def enter(value: Any) -> AbstractContextManager[Any]:
         return dispatch.attention_backend(value)
 
-    return (*standard_providers(), Provider("diffusers attention backend", get, enter))
+    return (*standard_providers(), Provider("diffusers attention backend", (get,), enter))

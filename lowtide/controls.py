@@ -43,7 +43,7 @@ class CheckpointConfig(Keys):
         alias="gradient_checkpointing_interval",
         description="With `torch`: segment width n. Blocks 0 to n-1, n to 2n-1, … share one checkpoint: every block is "
         "still recomputed, fewer boundaries are kept, the working set in backward is n blocks. With `torch-ffn`: block "
-        "i's feed-forward side is recomputed if i mod n = 0. i counts from 0 in each stack. 1, or unset, is every block.",
+        "i's feed-forward side is recomputed if i mod n = 0. i counts from 0 in each stack. 1 or unset: every block.",
     )
     segment_stride: Annotated[int | None, BeforeValidator(WholeNumber(1))] = Field(
         default=None,
@@ -51,6 +51,10 @@ class CheckpointConfig(Keys):
         description="Distance s between segment starts, at least the interval n: interval 2 and stride 4 recompute "
         "blocks 0-1, keep 2-3, recompute 4-5, … With `torch-ffn`: block i is treated if i mod s < n. Unset: no gaps.",
     )
+
+    # Written out for type checkers: without it they would know the keys of JSON files only, with checked types only.
+    def __init__(self, **keys: Any) -> None:
+        super().__init__(**keys)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -78,6 +82,11 @@ class CheckpointConfig(Keys):
         if is_unset(backend):
             return cls(gradient_checkpointing=False, interval=interval, segment_stride=segment_stride)
         return cls(backend=backend, interval=interval, segment_stride=segment_stride)
+
+    def attach_arguments(self) -> dict[str, Any]:
+        """The same as keyword arguments of ``lowtide.attach``."""
+        backend = self.backend if self.gradient_checkpointing else None
+        return {"backend": backend, "interval": self.interval, "segment_stride": self.segment_stride}
 
     @property
     def scope(self) -> str | None:

@@ -124,7 +124,7 @@ class Keys(BaseModel):
             raise ConfigError(f"{path}: {error}") from None
 
     def as_flat_dict(self) -> dict[str, Any]:
-        """Every key as a JSON file has it, false and null included: ``type(self)(**as_flat_dict())`` equals ``self``."""
+        """Every key as a JSON file has it, false and null too. The class called with them gives an equal object."""
         return self.model_dump(mode="json", by_alias=True)
 
 

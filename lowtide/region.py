@@ -14,7 +14,8 @@ from torch import nn
 from lowtide.attention_backend import providers
 from lowtide.errors import ConfigError
 from lowtide.runtime.context import Context, accelerator, default_generators
-from lowtide.runtime.segment import Call, Nesting, Segment, flatten_call
+from lowtide.runtime.flatten import flatten_call
+from lowtide.runtime.segment import Call, Nesting, Segment
 
 BACKENDS = ("torch",)
 
@@ -44,20 +45,22 @@ def checkpoint(
     if not torch.is_grad_enabled() or not torch._C._autograd._saved_tensors_hooks_is_enabled():
         return function(*args, **kwargs)
     forward_context, replay_context = context_fn() if context_fn is not None else (None, None)
-    structure, leaves = flatten_call((function, *args), kwargs, opaque=True)
-    context, kind = _context("diffusers" in sys.modules)
-    segment = Segment(context, kind, Nesting(), early_stop=early_stop, keep_random=preserve_rng_state)
+    arguments, leaves = flatten_call((function, *args), kwargs, opaque=True)
+    context, kind, nesting = _surroundings("diffusers" in sys.modules)
+    segment = Segment(context, kind, nesting, early_stop=early_stop)
     call = Call(_name(function), _Region(forward_context, replay_context), modules_of(function))
     call.compared = determinism_check != "none"
+    call.spot_check = call.compared
     call.debug = debug
     devices = {tensor.device for tensor in leaves}
-    segment.record(call, structure, leaves, default_generators(segment.accelerator, devices))
+    generators = [*default_generators(kind, devices), *leaves.generators] if preserve_rng_state else []
+    segment.record(call, arguments, leaves, default_generators(segment.accelerator, devices))
     return segment.run(call, (function, *args), kwargs, leaves, register_outputs=False)
 
 
 @functools.cache
-def _context(with_diffusers: bool) -> tuple[Context, str | None]:
-    return Context(providers()), accelerator()
+def _surroundings(with_diffusers: bool) -> tuple[Context, str | None, Nesting]:
+    return Context(providers()), accelerator(), Nesting()
 
 
 class _Region:

@@ -16,7 +16,7 @@ _UNITS_BYTES = {
     "TB": 10**12,
 }
 _BY_WORD = {unit.lower(): size_bytes for unit, size_bytes in _UNITS_BYTES.items()}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII)
+_SIZE = re.compile(r"(\d{1,30}(?:\.\d{1,30})?)\s*([a-z]*)", re.ASCII)
 _ALLOWED = (
     "allowed: a number of bytes, or a number with a unit: KiB, MiB, GiB, TiB (binary, 1 GiB = 1024³ bytes) or "
     "kB, MB, GB, TB (decimal, 1 GB = 1000³ bytes), as in 22GiB or '8 GB'"

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -22,16 +23,18 @@ def trace_held(model: nn.Module, stacks: Sequence[ResolvedStack], inputs: Mappin
     it cannot run there.
     """
     tracer = _Tracer(model, stacks)
-    with ExitStack() as hooks, torch.enable_grad(), saved_tensors_hooks(tracer.pack, lambda tensor: tensor):
+    with ExitStack() as hooks, torch.enable_grad(), saved_tensors_hooks(tracer.pack, lambda saved: saved.tensor):
         for handle in tracer.watch():
             hooks.callback(handle.remove)
-        _forward(model, inputs)
-    return HeldTrace(tuple(tracer.calls), frozenset(tracer.glue), tracer.sizes_bytes)
+        outputs = _forward(model, inputs)
+        trace = HeldTrace(tuple(tracer.calls), frozenset(tracer.glue), tracer.live(), tracer.sizes_bytes)
+    del outputs  # the graph had to live until now
+    return trace
 
 
-def _forward(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+def _forward(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     try:
-        model(**inputs)
+        return model(**inputs)
     except NotImplementedError as error:
         if not any(parameter.is_meta for parameter in model.parameters()):
             raise
@@ -39,6 +42,14 @@ def _forward(model: nn.Module, inputs: Mapping[str, Any]) -> None:
             f"the forward of {type(model).__name__} reads values of its inputs, so it cannot be traced on the meta "
             "device. Trace its tiny configuration on the CPU instead"
         ) from error
+
+
+class _Saved:
+    """What the graph holds in place of a saved tensor; dies with its branch of the graph."""
+
+    def __init__(self, tensor: torch.Tensor, storage: int) -> None:
+        self.tensor = tensor.detach()
+        self.storage = storage
 
 
 class _Region:
@@ -61,6 +72,7 @@ class _Tracer:
         self.glue: set[int] = set()
         self.sizes_bytes: dict[int, int] = {}
         self._open: list[_Region] = []
+        self._saved: WeakSet[_Saved] = WeakSet()
         self._alive: list[Any] = []
         self._resident = {id(self._kept(tensor)) for tensor in (*model.parameters(), *model.buffers())}
 
@@ -74,10 +86,14 @@ class _Tracer:
                         handles += self._watched(module, f"{path}.{name}", f"{path}#{number}", place, in_block=True)
         return handles
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = self._storage_of(tensor)
-        (self._open[-1].saved if self._open else self.glue).add(storage)
-        return tensor.detach()
+    def pack(self, tensor: torch.Tensor) -> _Saved:
+        saved = _Saved(tensor, self._storage_of(tensor))
+        (self._open[-1].saved if self._open else self.glue).add(saved.storage)
+        self._saved.add(saved)
+        return saved
+
+    def live(self) -> frozenset[int]:
+        return frozenset(saved.storage for saved in self._saved)
 
     def _watched(
         self, module: nn.Module, name: str, stack: str, index: int, in_block: bool

@@ -48,11 +48,14 @@ class ModuleCall:
 class HeldTrace:
     """One plain forward: block calls in order, and what was saved outside of them.
 
+    live: the saved storages that the graph of the outputs still holds when the forward is over; a branch whose result
+    nobody uses (the text stream of a last block, say) is gone by then.
     sizes_bytes: of every storage, parameters and buffers left out (they stay anyway, so they count nothing).
     """
 
     calls: tuple[ModuleCall, ...]
     glue: frozenset[int]
+    live: frozenset[int]
     sizes_bytes: Mapping[int, int]
 
     def bytes_of(self, storages: Iterable[int]) -> int:
@@ -64,8 +67,8 @@ class Held:
     """A prediction for one step, in bytes of distinct storages.
 
     plain_bytes: held between forward and backward without checkpointing. held_bytes: held with the schedule.
-    kept_bytes: the blocks' part of held_bytes: what kept blocks saved, and the boundaries of segments.
-    recomputed_bytes: what the blocks dropped and do not hold as a boundary.
+    kept_bytes, recomputed_bytes: of the blocks, as receipts count them: what kept blocks saved and the boundaries of
+    segments; what was dropped and is no boundary. They count at the call, so a branch that dies unused is in them.
     segments: names of the calls that are recomputed together; feed-forward modules by their own names.
     """
 
@@ -87,6 +90,10 @@ class _Segment:
     made: set[int] = field(default_factory=set)
     drops: bool = False
 
+    @property
+    def saved(self) -> set[int]:
+        return set().union(*(call.all_saved for call in self.calls))
+
     def takes(self, planned: int | None, call: ModuleCall) -> bool:
         return planned == self.planned and call.index == self.next_index and self._carries_on(call)
 
@@ -106,17 +113,23 @@ class _Segment:
 def predict(trace: HeldTrace, schedule: Schedule) -> Held:
     """Bytes held between forward and backward, and the segments that really form, under ``schedule``."""
     segments = _segments(trace, schedule)
+    needed = [segment for segment in segments if segment.saved & trace.live]
     recomputed = {id(call) for segment in segments for call in segment.calls}
-    boundaries = {storage for segment in segments for storage in segment.external.values()}
-    kept = boundaries.union(*(_saved(call, recomputed, dropped=False) for call in trace.calls))
+    kept = set().union(*(_saved(call, recomputed, dropped=False) for call in trace.calls))
     dropped = set().union(*(_saved(call, recomputed, dropped=True) for call in trace.calls))
+    boundaries = _boundaries(segments)
+    plain = trace.glue.union(*(call.all_saved for call in trace.calls))
     return Held(
-        plain_bytes=trace.bytes_of(trace.glue.union(*(call.all_saved for call in trace.calls))),
-        held_bytes=trace.bytes_of(trace.glue | kept),
-        kept_bytes=trace.bytes_of(kept),
-        recomputed_bytes=trace.bytes_of(dropped - kept),
-        segments=tuple(tuple(call.name for call in segment.calls) for segment in segments),
+        plain_bytes=trace.bytes_of(plain & trace.live),
+        held_bytes=trace.bytes_of((trace.glue | kept) & trace.live | _boundaries(needed)),
+        kept_bytes=trace.bytes_of(kept | boundaries),
+        recomputed_bytes=trace.bytes_of(dropped - kept - boundaries),
+        segments=tuple(tuple(call.name for call in segment.calls) for segment in needed),
     )
+
+
+def _boundaries(segments: Iterable["_Segment"]) -> set[int]:
+    return {storage for segment in segments for storage in segment.external.values()}
 
 
 def _saved(call: ModuleCall, recomputed: set[int], dropped: bool) -> set[int]:
@@ -129,28 +142,41 @@ def _saved(call: ModuleCall, recomputed: set[int], dropped: bool) -> set[int]:
 
 def _segments(trace: HeldTrace, schedule: Schedule) -> list[_Segment]:
     formed: list[_Segment] = []
-    whole: dict[str, _Segment] = {}
+    running: dict[str, _Segment] = {}
     for call in trace.calls:
         stack = schedule.stacks[call.stack]
         treatment = stack.treatments[call.index]
         if treatment == WHOLE:
-            _place(call, stack.segments[call.index], bool(call.all_saved), whole, formed)
+            _place(call, stack.segments[call.index], running, formed)
+            _settle(call, bool(call.all_saved), running)
         elif treatment == FFN:
-            chains: dict[str, _Segment] = {}
-            for inner in call.inner:
-                _place(inner, None, any(storage in trace.sizes_bytes for storage in inner.saved), chains, formed)
+            _place_feed_forward(call, trace, formed)
     return [segment for segment in formed if segment.drops]
 
 
-def _place(
-    call: ModuleCall, planned: int | None, drops: bool, running: dict[str, _Segment], formed: list[_Segment]
-) -> None:
-    """Add a call to the open segment of its stack, or to a new one. One that drops nothing ends its segment."""
+def _place_feed_forward(block: ModuleCall, trace: HeldTrace, formed: list[_Segment]) -> None:
+    last = {call.stack: call.index for call in block.inner}
+    running: dict[str, _Segment] = {}
+    for call in block.inner:
+        segment = _place(call, None, running, formed)
+        # Alone at the end of its chain, a module that saved weights only would hold its input for nothing.
+        alone = len(segment.calls) == 1 and call.index == last[call.stack]
+        _settle(call, any(storage in trace.sizes_bytes or not alone for storage in call.saved), running)
+
+
+def _place(call: ModuleCall, planned: int | None, running: dict[str, _Segment], formed: list[_Segment]) -> _Segment:
+    """Add a call to the open segment of its stack, or to a new one."""
     segment = running.get(call.stack)
     if segment is None or not segment.takes(planned, call):
         segment = running[call.stack] = _Segment(planned, call.index)
         formed.append(segment)
     segment.add(call)
-    segment.drops |= drops
-    if not drops:
+    return segment
+
+
+def _settle(call: ModuleCall, drops: bool, running: dict[str, _Segment]) -> None:
+    """A call that drops nothing ends its segment."""
+    if drops:
+        running[call.stack].drops = True
+    else:
         del running[call.stack]

@@ -3,7 +3,8 @@
 Rule 11: every call captures its own context, not the segment once; glue may draw a random number in between.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,65 +16,61 @@ from torch.utils import _python_dispatch as dispatch
 
 @dataclass(frozen=True)
 class Provider:
-    """One piece of process or thread state: ``get`` reads it, ``enter(value)`` holds it for a while."""
+    """One piece of process or thread state: ``getters`` read it, ``enter(*values)`` holds it for a while."""
 
     name: str
-    get: Callable[[], Any]
-    enter: Callable[[Any], AbstractContextManager[Any]]
+    getters: tuple[Callable[[], Any], ...]
+    enter: Callable[..., AbstractContextManager[Any]]
 
 
 @contextmanager
-def _held(read: Callable[[], Any], write: Callable[[Any], Any], value: Any) -> Iterator[None]:
-    before = read()
-    write(value)
+def _held(write: Callable[..., Any], before: tuple[Any, ...], values: tuple[Any, ...]) -> Iterator[None]:
+    write(*values)
     try:
         yield
     finally:
-        write(before)
+        write(*before)
+
+
+def _setting(name: str, write: Callable[..., Any], *getters: Callable[[], Any]) -> Provider:
+    """State that is read by ``getters`` and written back by one call."""
+    return Provider(name, getters, lambda *values: _held(write, tuple(get() for get in getters), values))
 
 
 def _autocast(device: str) -> Provider:
-    def get() -> tuple[bool, torch.dtype, bool]:
-        return (
-            torch.is_autocast_enabled(device),
-            torch.get_autocast_dtype(device),
-            torch.is_autocast_cache_enabled(),
-        )
-
-    def enter(value: tuple[bool, torch.dtype, bool]) -> AbstractContextManager[Any]:
-        enabled, dtype, cache = value
+    def enter(enabled: bool, dtype: torch.dtype, cache: bool) -> AbstractContextManager[Any]:
         return torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
 
-    return Provider(f"autocast[{device}]", get, enter)
+    getters = (
+        functools.partial(torch.is_autocast_enabled, device),
+        functools.partial(torch.get_autocast_dtype, device),
+        torch.is_autocast_cache_enabled,
+    )
+    return Provider(f"autocast[{device}]", getters, enter)
 
 
-def _attention_flags() -> tuple[Any, ...]:
-    cuda = torch.backends.cuda
-    return (
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-        tuple(torch._C._get_sdp_priority_order()),
+def _attention_kernels() -> Provider:
+    def write(flash: bool, efficient: bool, math: bool, cudnn: bool, order: list[int]) -> None:
+        torch.backends.cuda.enable_flash_sdp(flash)
+        torch.backends.cuda.enable_mem_efficient_sdp(efficient)
+        torch.backends.cuda.enable_math_sdp(math)
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+        torch._C._set_sdp_priority_order(order)
+
+    core = torch._C  # read through C: the public readers wrap these, and are called at every block
+    return _setting(
+        "attention kernels",
+        write,
+        core._get_flash_sdp_enabled,
+        core._get_mem_efficient_sdp_enabled,
+        core._get_math_sdp_enabled,
+        core._get_cudnn_sdp_enabled,
+        core._get_sdp_priority_order,
     )
 
 
-def _set_attention_flags(value: tuple[Any, ...]) -> None:
-    cuda = torch.backends.cuda
-    flash, efficient, math, cudnn, order = value
-    cuda.enable_flash_sdp(flash)
-    cuda.enable_mem_efficient_sdp(efficient)
-    cuda.enable_math_sdp(math)
-    cuda.enable_cudnn_sdp(cudnn)
-    torch._C._set_sdp_priority_order(list(order))
-
-
-def _deterministic() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-def _set_deterministic(value: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+def _set_deterministic(enabled: bool, warn_only: bool) -> None:
+    torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
 @contextmanager
@@ -93,18 +90,15 @@ def _function_modes(modes: tuple[Any, ...]) -> Iterator[None]:
 
 
 @contextmanager
-def _dispatch_modes(modes: tuple[Any, ...]) -> Iterator[None]:
+def _dispatch_modes(wanted: tuple[Any, ...]) -> Iterator[None]:
     # Pushed without __enter__: a counter that has ended must not start again and lose what it counted.
-    with ExitStack() as pushed:
-        for mode in modes:
-            dispatch._push_mode(mode)
-            pushed.callback(dispatch._pop_mode)
-        yield
-
-
-def _missing_dispatch_modes(wanted: tuple[Any, ...]) -> AbstractContextManager[Any]:
     active = dispatch._get_current_dispatch_mode_stack()
-    return _dispatch_modes(tuple(mode for mode in wanted if not any(mode is other for other in active)))
+    with ExitStack() as pushed:
+        for mode in wanted:
+            if not any(mode is other for other in active):
+                dispatch._push_mode(mode)
+                pushed.callback(dispatch._pop_mode)
+        yield
 
 
 def _function_stack() -> tuple[Any, ...]:
@@ -113,10 +107,6 @@ def _function_stack() -> tuple[Any, ...]:
 
 def _dispatch_stack() -> tuple[Any, ...]:
     return tuple(dispatch._get_current_dispatch_mode_stack()) if torch._C._len_torch_dispatch_stack() else ()
-
-
-def _held_by(read: Callable[[], Any], write: Callable[[Any], Any]) -> Callable[[Any], AbstractContextManager[Any]]:
-    return lambda value: _held(read, write, value)
 
 
 def accelerator() -> str | None:
@@ -128,55 +118,55 @@ def accelerator() -> str | None:
 def standard_providers() -> tuple[Provider, ...]:
     """The state that torch itself keeps. Other libraries' state is registered from outside ``runtime``."""
     devices = ["cpu"] + ([name] if (name := accelerator()) else [])
-    precision = torch.get_float32_matmul_precision
     return (
         *(_autocast(device) for device in devices),
-        Provider(
-            "default dtype",
-            torch.get_default_dtype,
-            _held_by(torch.get_default_dtype, torch.set_default_dtype),
+        _setting("default dtype", torch.set_default_dtype, torch.get_default_dtype),
+        _attention_kernels(),
+        _setting(
+            "deterministic algorithms",
+            _set_deterministic,
+            torch.are_deterministic_algorithms_enabled,
+            torch.is_deterministic_algorithms_warn_only_enabled,
         ),
-        Provider("attention kernels", _attention_flags, _held_by(_attention_flags, _set_attention_flags)),
-        Provider("deterministic algorithms", _deterministic, _held_by(_deterministic, _set_deterministic)),
-        Provider("float32 matmul precision", precision, _held_by(precision, torch.set_float32_matmul_precision)),
-        Provider("torch function modes", _function_stack, _function_modes),
-        Provider("dispatch modes", _dispatch_stack, _missing_dispatch_modes),
+        _setting("float32 matmul", torch.set_float32_matmul_precision, torch._C._get_float32_matmul_precision),
+        Provider("torch function modes", (_function_stack,), _function_modes),
+        Provider("dispatch modes", (_dispatch_stack,), _dispatch_modes),
     )
 
 
 class Context:
-    """The providers of one handle: captures all their values as a tuple, re-enters those that differ."""
+    """The providers of one handle: captures all their values as one list, re-enters those that differ."""
 
     def __init__(self, providers: Sequence[Provider]) -> None:
         self.providers = tuple(providers)
-        self._getters = tuple(provider.get for provider in self.providers)
+        self._getters = tuple(get for provider in self.providers for get in provider.getters)
 
-    def capture(self) -> tuple[Any, ...]:
-        return tuple([get() for get in self._getters])
-
-    def differs(self, captured: tuple[Any, ...]) -> bool:
-        return captured != self.capture()
+    def capture(self) -> list[Any]:
+        return [get() for get in self._getters]
 
     @contextmanager
-    def restored(self, captured: tuple[Any, ...]) -> Iterator[None]:
+    def restored(self, captured: list[Any]) -> Iterator[None]:
+        start = 0
         with ExitStack() as stack:
-            for provider, value in zip(self.providers, captured, strict=True):
-                if provider.get() != value:
-                    stack.enter_context(provider.enter(value))
+            for provider in self.providers:
+                values = captured[start : start + len(provider.getters)]
+                start += len(provider.getters)
+                if [get() for get in provider.getters] != values:
+                    stack.enter_context(provider.enter(*values))
             yield
 
 
-class RandomState:
+RandomStates = list[tuple[torch.Generator, torch.Tensor]]
+
+
+def read_random(generators: Iterable[torch.Generator]) -> RandomStates:
     """Random state of the CPU, of the accelerators in use and of the generators among a call's arguments."""
+    return [(generator, generator.get_state()) for generator in generators]
 
-    __slots__ = ("states",)
 
-    def __init__(self, generators: Sequence[torch.Generator]) -> None:
-        self.states = [(generator, generator.get_state()) for generator in generators]
-
-    def restore(self) -> None:
-        for generator, state in self.states:
-            generator.set_state(state)
+def write_random(states: RandomStates) -> None:
+    for generator, state in states:
+        generator.set_state(state)
 
 
 def default_generators(kind: str | None, devices: set[torch.device]) -> list[torch.Generator]:

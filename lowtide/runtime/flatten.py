@@ -8,7 +8,7 @@ import dataclasses
 import enum
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,9 +20,15 @@ _ATOMS = frozenset(
     | {torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
     | {types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, type}
 )
-_ATOM_BASES = (enum.Enum, torch.Generator, nn.Module, type, int, float, str)
+_ATOM_BASES = (enum.Enum, nn.Module, type, int, float, str)
 
 Structure = tuple[Callable[..., Any], Any]
+
+
+class Leaves(list[torch.Tensor]):
+    """The tensors of a call's arguments; ``generators``: the random generators among them."""
+
+    generators: tuple[torch.Generator, ...] = ()
 
 
 class OpaqueArgument(Exception):
@@ -58,7 +64,7 @@ def _instance(payload: tuple[Any, list[tuple[str, Structure]]], leaves: list[Any
 _NONE: Structure = (_constant, None)
 
 
-def flatten(value: Any, leaves: list[torch.Tensor], opaque: bool = False) -> Structure:
+def flatten(value: Any, leaves: Leaves, opaque: bool = False) -> Structure:
     """Append the tensors of ``value`` to ``leaves`` and return its structure.
 
     opaque: pass unknown objects through by identity instead of raising OpaqueArgument.
@@ -81,12 +87,15 @@ def flatten(value: Any, leaves: list[torch.Tensor], opaque: bool = False) -> Str
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
         return _instance, (value, [(name, flatten(getattr(value, name), leaves, opaque)) for name in names])
+    if isinstance(value, torch.Generator):
+        leaves.generators = (*leaves.generators, value)
+        return _constant, value
     if opaque or isinstance(value, _ATOM_BASES) or _is_plain_method(value):
         return _constant, value
     raise OpaqueArgument(f"{kind.__module__}.{kind.__qualname__}")
 
 
-def _flatten_function(function: types.FunctionType, leaves: list[torch.Tensor]) -> Structure:
+def _flatten_function(function: types.FunctionType, leaves: Leaves) -> Structure:
     """Closure and defaults as they are now, so that a replay sees them so, and no cycle keeps the graph alive."""
     cells = function.__closure__ or ()
     if not cells and not function.__defaults__ and not function.__kwdefaults__:
@@ -106,7 +115,7 @@ def _function(payload: tuple[Any, list[Structure | None], Structure, Structure],
     return function
 
 
-def _snapshot(value: Any, leaves: list[torch.Tensor], deep: bool = False) -> Structure:
+def _snapshot(value: Any, leaves: Leaves, deep: bool = False) -> Structure:
     """Tensors become leaves and plain containers are copied, one level down (two with ``deep``); the rest is as it is."""
     if isinstance(value, torch.Tensor):
         leaves.append(value)
@@ -120,7 +129,7 @@ def _snapshot(value: Any, leaves: list[torch.Tensor], deep: bool = False) -> Str
     return _constant, value
 
 
-def _tensor_or_constant(value: Any, leaves: list[torch.Tensor]) -> Structure:
+def _tensor_or_constant(value: Any, leaves: Leaves) -> Structure:
     return flatten(value, leaves) if isinstance(value, torch.Tensor) else (_constant, value)
 
 
@@ -132,16 +141,37 @@ def _is_filled(cell: types.CellType) -> bool:
     return True
 
 
+Arguments = tuple[list[Structure], list[tuple[str, Structure]]]
+
+
+def flatten_call(
+    args: tuple[Any, ...], kwargs: dict[str, Any], opaque: bool = False
+) -> tuple[Arguments, Leaves]:
+    """Structure and tensors of a call's arguments."""
+    leaves = Leaves()
+    positional = [flatten(value, leaves, opaque) for value in args]
+    return (positional, [(name, flatten(value, leaves, opaque)) for name, value in kwargs.items()]), leaves
+
+
+def rebuild_call(arguments: Arguments, leaves: list[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments that ``flatten_call`` described, over other tensors."""
+    positional, named = arguments
+    args = [build(payload, leaves) for build, payload in positional]
+    return args, {name: build(payload, leaves) for name, (build, payload) in named}
+
+
 def rebuild(structure: Structure, leaves: list[Any]) -> Any:
     """The value that ``flatten`` described, over other leaves."""
     return structure[0](structure[1], leaves)
 
 
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+def tensors_of(value: Any) -> Iterable[torch.Tensor]:
     """The tensors of a block's output, in a fixed order. Objects of unknown type hold none."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
+    return (value,) if isinstance(value, torch.Tensor) else _tensors_inside(value)
+
+
+def _tensors_inside(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, (tuple, list)):
         for item in value:
             yield from tensors_of(item)
     elif isinstance(value, Mapping):

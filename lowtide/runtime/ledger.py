@@ -16,7 +16,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.errors import ReplayError
 from lowtide.plan.schedule import KEPT, WHOLE
-from lowtide.runtime.segment import Call, Segment, flatten_call, version_of
+from lowtide.runtime.flatten import flatten_call
+from lowtide.runtime.placeholder import version_of
+from lowtide.runtime.segment import Call, Segment
 
 
 @dataclass
@@ -92,7 +94,7 @@ class Ledger:
         self.fallbacks: dict[str, str] = {}
         self.backward_seen = False
         self.storages: Storages | None = None
-        self._measuring = False
+        self.measuring = False
         self._measured: tuple[Any, ...] | None = None
         self._first: BlockRecord | None = None
         self._segments = 0
@@ -124,11 +126,11 @@ class Ledger:
             other.reset()
         self.fallbacks.clear()
         self.backward_seen, self._segments, self._first = False, 0, record
-        if self._measuring and self.storages is not None:
+        if self.measuring and self.storages is not None:
             self.storages.release_pins()
         shapes = (record.name, *(tensor.shape for tensor in leaves))
-        self._measuring = shapes != self._measured
-        if self._measuring:
+        self.measuring = shapes != self._measured
+        if self.measuring:
             self._measured = shapes
             self.storages = Storages(self.model())
 
@@ -141,7 +143,7 @@ class Ledger:
             if segment.label is None:
                 segment.label, self._segments = self._segments, self._segments + 1
             record.segment = segment.label
-        if self._measuring and self.storages is not None:
+        if self.measuring and self.storages is not None:
             number = self._numbers[record.name]
             for external in segment.externals[segment.counted :]:
                 if external.tensor is not None and call.drops:
@@ -160,7 +162,7 @@ class Ledger:
     def packer(self, record: BlockRecord) -> Callable[[torch.Tensor], None] | None:
         """Called with every tensor that a treated call drops; None while bytes are not counted."""
         storages = self.storages
-        if not self._measuring or storages is None:
+        if not self.measuring or storages is None:
             return None
         number = self._numbers[record.name]
         return lambda tensor: storages.drop(number, tensor)
@@ -168,7 +170,7 @@ class Ledger:
     def keeping_hooks(self, record: BlockRecord) -> AbstractContextManager[Any] | None:
         """Saved-tensor hooks that count what a kept call saves; None while bytes are not counted."""
         storages = self.storages
-        if not self._measuring or storages is None:
+        if not self.measuring or storages is None:
             return None
         number = self._numbers[record.name]
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -178,7 +180,8 @@ class Ledger:
             storages.hold(number, tensor)
             if pack_on is not None:
                 return pack_on(tensor), None, 0
-            return tensor, tensor, version_of(tensor)
+            kept = tensor.detach()  # with its graph, a saved output would keep its own node alive for ever
+            return kept, kept, version_of(kept)
 
         def unpack(packed: tuple[Any, torch.Tensor | None, int]) -> torch.Tensor:
             value, checked, version = packed

@@ -26,76 +26,35 @@ Rules, each found by breaking an experiment (docs/engine.md tells users what fol
 14. Reading saved tensors inside a block works, because values belong to place-holders.
 """
 
-import math
+import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as nn_module
 
 from lowtide.errors import ReplayError
-from lowtide.runtime.context import Context, RandomState, default_generators
-from lowtide.runtime.flatten import Structure, flatten, rebuild, tensors_of
-
-_PLAIN_TYPES = (torch.Tensor, nn.Parameter)
-_SAMPLES = 4
+from lowtide.runtime.comparison import compare, sample_of
+from lowtide.runtime.context import Context, RandomStates, default_generators, read_random, write_random
+from lowtide.runtime.flatten import Arguments, rebuild_call, tensors_of
+from lowtide.runtime.placeholder import (
+    PLAIN_TYPES,
+    External,
+    PlaceHolder,
+    Weight,
+    address_of,
+    nobody,
+    unpack,
+    version_of,
+)
 
 
 class StopReplay(BaseException):
     """Everything that backward needs has been recomputed. Not an Exception: a block must not swallow it (rule 5)."""
-
-
-class PlaceHolder:
-    """Stands in the autograd graph for one saved tensor; owns its segment and, once replayed, the value (rules 1, 2)."""
-
-    __slots__ = ("__weakref__", "segment", "value")
-
-    def __init__(self, segment: "Segment") -> None:
-        self.segment = segment
-        self.value: torch.Tensor | None = None
-
-
-class External:
-    """A tensor that came into a segment from outside, detached (rule 3).
-
-    Where saved-tensor hooks of the user are active outside the segment, they pack it (rule 23), so that somebody's
-    offload of saved tensors sees the segment's boundaries too.
-    """
-
-    __slots__ = ("alive", "packed", "requires_grad", "tensor", "unpack", "version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.alive = weakref.ref(tensor)
-        self.requires_grad = tensor.requires_grad
-        self.version = version_of(tensor)
-        self.tensor: torch.Tensor | None = tensor.detach()
-        self.unpack: Callable[[Any], torch.Tensor] | None = None
-        self.packed: Any = None
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if hooks is not None:
-            pack, self.unpack = hooks
-            self.packed, self.tensor = pack(self.tensor), None
-
-    def is_still(self, tensor: torch.Tensor) -> bool:
-        return self.alive() is tensor and self.version == version_of(tensor)
-
-    def fetch(self, name: str) -> torch.Tensor:
-        if self.unpack is not None:
-            tensor = self.unpack(self.packed).detach()
-        else:
-            tensor = self.tensor
-            if version_of(tensor) != self.version:
-                raise ReplayError(
-                    f"an argument of {name} has been modified by an inplace operation between forward and backward, "
-                    "so the block cannot be recomputed. Make the change on a copy (`x = x + y` instead of `x += y`), "
-                    "or keep this block."
-                )
-            tensor = tensor.detach()
-        return tensor.requires_grad_() if self.requires_grad else tensor
 
 
 class Call:
@@ -111,13 +70,15 @@ class Call:
         "facts",
         "function",
         "holders",
+        "last",
         "name",
         "on_replay",
+        "places",
         "random",
         "roots",
-        "sample",
+        "samples",
         "sources",
-        "structure",
+        "spot_check",
         "wanted",
     )
 
@@ -125,19 +86,54 @@ class Call:
         self.name = name
         self.function = function
         self.roots = roots  # modules that run in it; None: unknown
-        self.structure: Structure
-        self.sources: list[int | tuple[int, int]] = []  # a leaf: index of an external, or (call, output leaf)
+        self.arguments: Arguments
+        self.sources: list[int | tuple[int, int]]  # a leaf: index of an external, or (call, output leaf)
+        self.captured: list[Any]
+        self.random: RandomStates = []
         self.holders: list[Callable[[], PlaceHolder | None]] = []
+        self.facts: list[tuple[Any, ...]] = []  # shape, dtype, device of each saved tensor
+        self.places: list[tuple[int, int]] = []  # its address and version
+        self.samples: dict[int, list[float]] = {}  # a few values of some
         self.drops = False  # whether it saved anything that must be recomputed
-        self.facts: list[tuple[Any, ...]] = []  # of each saved tensor, see facts_of
-        self.sample: list[float] | None = None
-        self.wanted: set[int] = set()  # output leaves that later calls of the segment take
-        self.captured: tuple[Any, ...]
-        self.random: RandomState | None
+        self.wanted: set[int] | None = None  # output leaves that later calls of the segment take
         self.on_replay: Callable[[], None] | None = None
-        self.compared = True
-        self.debug = False  # compare values of every saved tensor, on any device
         self.complete = False  # False while it runs: a block may read its own saved tensors (rule 14)
+        self.compared = True
+        self.spot_check = False  # compare a few values of the last saved tensor, on the CPU
+        self.debug = False  # compare a few values of every saved tensor, on any device
+        self.last: torch.Tensor | None = None
+
+    def packer(self, segment: "Segment", kept_addresses: set[int] | frozenset[int]) -> Callable[[torch.Tensor], Any]:
+        """The saved-tensor hook of its forward. Runs once a saved tensor, so it does the least it can."""
+        hold, note_facts, note_place = self.holders.append, self.facts.append, self.places.append
+        watched = self.spot_check or self.debug
+
+        def pack(tensor: torch.Tensor) -> PlaceHolder | Weight:
+            address = tensor.data_ptr() if type(tensor) in PLAIN_TYPES else 0
+            note_facts((tensor.shape, tensor.dtype, tensor.device))
+            note_place((address, tensor._version))
+            if watched:
+                self._watch(tensor)
+            if address in kept_addresses:
+                hold(nobody)
+                return Weight(tensor, self.name)
+            holder = PlaceHolder(segment)
+            hold(weakref.ref(holder))
+            return holder
+
+        return pack
+
+    def _watch(self, tensor: torch.Tensor) -> None:
+        self.last = tensor
+        if self.debug and (sample := sample_of(tensor, any_device=True)) is not None:
+            self.samples[len(self.holders)] = sample
+
+    def finish(self) -> None:
+        self.complete = True
+        self.drops = any(alive is not nobody for alive in self.holders)
+        last, self.last = self.last, None
+        if (sample := sample_of(last)) is not None:
+            self.samples[len(self.holders) - 1] = sample
 
 
 class Nesting(threading.local):
@@ -147,30 +143,17 @@ class Nesting(threading.local):
         self.depth = 0
         self.open: dict[Any, weakref.ref[Segment]] = {}
 
-    def __enter__(self) -> None:
-        self.depth += 1
-
-    def __exit__(self, *exception: object) -> None:
-        self.depth -= 1
-
 
 class Segment:
     """Calls that are recomputed together. One is open a stack and thread; see Tracer."""
 
     def __init__(
-        self,
-        context: Context,
-        accelerator: str | None,
-        nesting: "Nesting",
-        *,
-        early_stop: bool = True,
-        keep_random: bool = True,
+        self, context: Context, accelerator: str | None, nesting: Nesting, *, early_stop: bool = True
     ) -> None:
         self.context = context
         self.accelerator = accelerator
         self.nesting = nesting
         self.early_stop = early_stop
-        self.keep_random = keep_random
         self.calls: list[Call] = []
         self.externals: list[External] = []
         self.number = self.position = -1  # the planned segment and the last unit that joined, see Tracer
@@ -179,9 +162,6 @@ class Segment:
         self._external_of: dict[int, int] = {}
         self._produced: dict[int, tuple[weakref.ref[torch.Tensor], int, int, int, int]] = {}
         self._lock = threading.RLock()
-        self._packing: Call | None = None
-        self._kept_addresses: frozenset[int] | set[int] = frozenset()
-        self._last: torch.Tensor | None = None
 
     # ------------------------------------------------------------------ recording
 
@@ -211,13 +191,13 @@ class Segment:
         return None if self.made(largest) is not None else _told_origin(largest)
 
     def record(
-        self, call: Call, structure: Structure, leaves: list[torch.Tensor], generators: Sequence[torch.Generator]
+        self, call: Call, arguments: Arguments, leaves: list[torch.Tensor], generators: Sequence[torch.Generator]
     ) -> None:
-        """Take a call's arguments and context in, just before it runs."""
-        call.structure = structure
+        """Take a call's arguments and context in, just before it runs (rule 11)."""
+        call.arguments = arguments
         call.sources = [self._source(tensor) for tensor in leaves]
         call.captured = self.context.capture()
-        call.random = RandomState(generators) if self.keep_random else None
+        call.random = read_random(generators)
         self.calls.append(call)
 
     def _source(self, tensor: torch.Tensor) -> int | tuple[int, int]:
@@ -225,13 +205,14 @@ class Segment:
         index = self._external_of.get(key)
         if index is not None and self.externals[index].is_still(tensor):
             return index
-        made = self.made(tensor)
+        made = self.made(tensor) if self._produced else None
         if made is not None:
-            self.calls[made[0]].wanted.add(made[1])
+            producer = self.calls[made[0]]
+            producer.wanted = (producer.wanted or set()) | {made[1]}
             return made
-        self._external_of[key] = len(self.externals)
+        self._external_of[key] = number = len(self.externals)
         self.externals.append(External(tensor))
-        return len(self.externals) - 1
+        return number
 
     def run(
         self,
@@ -246,300 +227,140 @@ class Segment:
     ) -> Any:
         """Run a recorded call under place-holders. Rolls it back on any exception (rule 5)."""
         versions = [version_of(tensor) for tensor in leaves]
-        self._packing, self._kept_addresses = call, kept_addresses
-        pack = self._pack if on_pack is None else _both(on_pack, self._pack)
+        pack = call.packer(self, kept_addresses)
+        if on_pack is not None:
+            pack = functools.partial(_pack_counted, pack, on_pack)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            with saved_tensors_hooks(pack, unpack):
                 output = call.function(*args, **kwargs)
-            if call.drops:
-                self._check_arguments(call, leaves, versions)
-                call.sample = sample_of(self._last)
-            call.complete = True
+            call.finish()
+            if call.drops and versions != [version_of(tensor) for tensor in leaves]:
+                raise _changed_argument(call, leaves, versions)
         except BaseException:
-            self._roll_back(call)
+            if self.calls and self.calls[-1] is call:
+                self.calls.pop()
             raise
-        finally:
-            self._packing = self._last = None
         if register_outputs:
             self._register(output)
         return output
 
-    def _pack(self, tensor: torch.Tensor) -> "PlaceHolder | Weight":
-        call = self._packing
-        assert call is not None
-        address = address_of(tensor)
-        if address in self._kept_addresses:
-            call.holders.append(_nobody)
-            call.facts.append(facts_of(tensor, address, call.debug))
-            self._last = tensor
-            return Weight(tensor, call.name)
-        holder = PlaceHolder(self)
-        call.drops = True
-        call.holders.append(weakref.ref(holder))
-        call.facts.append(facts_of(tensor, address, call.debug))
-        self._last = tensor
-        return holder
-
-    def _check_arguments(self, call: Call, leaves: list[torch.Tensor], versions: list[int]) -> None:
-        for tensor, version in zip(leaves, versions, strict=True):
-            if version_of(tensor) != version:  # rule 8
-                raise ReplayError(
-                    f"{call.name}: an argument of shape {tuple(tensor.shape)} was modified by an inplace operation "
-                    "inside the block, so the block cannot be recomputed from it. Let the block work on a copy, or "
-                    "keep this block."
-                )
-
-    def _roll_back(self, call: Call) -> None:
-        if self.calls and self.calls[-1] is call:
-            self.calls.pop()
-
     def _register(self, output: Any) -> None:
         number = len(self.calls) - 1
         for leaf, tensor in enumerate(tensors_of(output)):
-            key = id(tensor)
             if not self.knows(tensor) and self.made(tensor) is None:  # a block may return its input
                 entry = (weakref.ref(tensor), number, leaf, version_of(tensor), address_of(tensor))
-                self._produced[key] = entry
+                self._produced[id(tensor)] = entry
 
     # ------------------------------------------------------------------ replaying
 
     def replay(self) -> None:
         """Recompute every call that a living place-holder still needs, and hand the values out (rule 4)."""
+        nesting = self.nesting
         with self._lock:
             end = self._needed()
-            recomputed: list[tuple[Call, list[torch.Tensor | None]]] = []
+            before = read_random(self._generators(end))
+            grad = torch.is_grad_enabled()
             made: dict[tuple[int, int], torch.Tensor] = {}
-            generators = self._generators()
-            before = RandomState(generators) if self.keep_random else None
+            nesting.depth += 1
+            torch._C._set_grad_enabled(True)
             try:
-                with self.nesting, torch.enable_grad():
-                    for number in range(end):
-                        call = self.calls[number]
-                        recomputed.append((call, self._replay_call(number, made, last=number == end - 1)))
+                recomputed = [self._replay_call(number, made, number == end - 1) for number in range(end)]
             finally:
-                if before is not None:
-                    before.restore()
-            for call, values in recomputed:
-                _publish(call, values)
+                torch._C._set_grad_enabled(grad)
+                nesting.depth -= 1
+                write_random(before)
+            for number, values in enumerate(recomputed):
+                _publish(self.calls[number].holders, values)
 
     def _needed(self) -> int:
-        for number in range(len(self.calls), 0, -1):
+        for number in range(len(self.calls), 1, -1):
             for alive in self.calls[number - 1].holders:
                 holder = alive()
                 if holder is not None and holder.value is None:
                     return number
-        return 0
+        return min(1, len(self.calls))
 
-    def _generators(self) -> list[torch.Generator]:
-        known = {id(generator): generator for generator in default_generators(self.accelerator, set())}
-        for call in self.calls:
-            if call.random is not None:
-                known.update({id(generator): generator for generator, _ in call.random.states})
+    def _generators(self, end: int) -> list[torch.Generator]:
+        now = default_generators(self.accelerator, set()) if self.accelerator is not None else []
+        known = {id(generator): generator for generator in now}
+        for call in self.calls[:end]:
+            known.update({id(generator): generator for generator, _ in call.random})
         return list(known.values())
 
-    def _replay_call(self, number: int, made: dict[tuple[int, int], torch.Tensor], last: bool) -> list[Any]:
+    def _replay_call(self, number: int, made: dict[tuple[int, int], torch.Tensor], last: bool) -> list[torch.Tensor]:
         call = self.calls[number]
         leaves = [
             self.externals[source].fetch(call.name) if isinstance(source, int) else made[source]
             for source in call.sources
         ]
-        args, kwargs = rebuild(call.structure, leaves)
-        if call.random is not None:
-            call.random.restore()
         weights, hooked = _weights_and_hooks(call.roots)
-        collector = Collector(call, stop=last and self.early_stop and hooked is False)
-        different = self.context.differs(call.captured)
-        output = None
+        collector = Collector(len(call.facts), stop=last and self.early_stop and hooked is False)  # rule 12
+        args, kwargs = rebuild_call(call.arguments, leaves)
+        write_random(call.random)
+        output = self._run_again(call, args, kwargs, collector)
+        if call.on_replay is not None:
+            call.on_replay()
+        compare(call, collector.values, collector.extra, weights if hooked is False else None)
+        if not last and call.wanted is not None:
+            for leaf, tensor in enumerate(tensors_of(output)):
+                if leaf in call.wanted:
+                    made[number, leaf] = tensor.detach().requires_grad_(tensor.requires_grad)
+        return collector.values
+
+    def _run_again(self, call: Call, args: list[Any], kwargs: dict[str, Any], collector: "Collector") -> Any:
         try:
-            with (
-                self.context.restored(call.captured) if different else nullcontext(),
-                torch.autograd.graph.saved_tensors_hooks(collector.pack, collector.unpack),
-            ):
-                output = call.function(*args, **kwargs)
+            if call.captured == self.context.capture():
+                with saved_tensors_hooks(collector.pack, _as_it_is):
+                    return call.function(*args, **kwargs)
+            with self.context.restored(call.captured), saved_tensors_hooks(collector.pack, _as_it_is):
+                return call.function(*args, **kwargs)
         except StopReplay:
             if not collector.stopped:
                 raise
-        if call.on_replay is not None:
-            call.on_replay()
-        collector.check(weights, moved=hooked is not False)
-        if not last:
-            self._hand_over(number, call, output, made)
-        return collector.values
-
-    def _hand_over(self, number: int, call: Call, output: Any, made: dict[tuple[int, int], torch.Tensor]) -> None:
-        for leaf, tensor in enumerate(tensors_of(output)):
-            if leaf in call.wanted:
-                made[number, leaf] = tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-class Weight:
-    """A weight that a region saved: kept as it is, since it costs nothing. Checked like autograd would."""
-
-    __slots__ = ("name", "tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor, name: str) -> None:
-        self.tensor, self.version, self.name = tensor, version_of(tensor), name
-
-    def read(self) -> torch.Tensor:
-        if version_of(self.tensor) != self.version:
-            raise ReplayError(f"a weight of {self.name} was modified by an inplace operation before its backward.")
-        return self.tensor
+        return None
 
 
 class Collector:
-    """Takes the saved tensors of one replayed call and compares them with what the forward saw."""
+    """Takes the saved tensors of one replayed call; stops it after the last one that the forward saved."""
 
-    def __init__(self, call: Call, stop: bool) -> None:
-        self.call = call
+    __slots__ = ("expected", "extra", "stop", "stopped", "values")
+
+    def __init__(self, expected: int, stop: bool) -> None:
+        self.expected = expected
         self.stop = stop
         self.stopped = False
-        self.values: list[torch.Tensor | None] = []
-        self.facts: list[tuple[Any, ...]] = []
-        self.sample: list[float] | None = None
-        self._pending = [alive() is not None for alive in call.holders]
+        self.extra = 0
+        self.values: list[torch.Tensor] = []
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        number, total = len(self.values), len(self._pending)
-        if number >= total:  # rule 5: past the end
-            self.facts.append((tensor.shape,))
-            return tensor
-        self.facts.append(facts_of(tensor, address_of(tensor), self.call.debug))
-        self.values.append(tensor if self._pending[number] else None)
-        if number == total - 1:
-            self.sample = sample_of(tensor) if self.call.sample is not None else None
-            if self.stop:
+        if tensor.requires_grad:
+            tensor = tensor.detach()  # with its graph, a saved output would keep its own node alive for ever
+        values = self.values
+        if len(values) < self.expected:
+            values.append(tensor)
+            if self.stop and len(values) == self.expected:
                 self.stopped = True
                 raise StopReplay
+        else:
+            self.extra += 1  # rule 5: past the end
         return tensor
 
-    @staticmethod
-    def unpack(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
 
-    def check(self, weights: set[int], moved: bool) -> None:
-        """Rules 10 and 13."""
-        expected = self.call.facts
-        if not self.call.compared:
-            return
-        if len(self.facts) != len(expected) and (self.call.complete or len(self.facts) < len(expected)):
-            raise self._mismatch(f"it saved {len(expected)} tensors in forward and {len(self.facts)} on recomputation")
-        for number, (old, new) in enumerate(zip(expected, self.facts, strict=False)):
-            if old[:3] != new[:3]:
-                raise self._mismatch(f"saved tensor {number} was {_told(old)} in forward, {_told(new)} on recomputation")
-            if not moved:
-                self._check_weight(old, new, weights)
-            if self.call.debug:
-                self._check_values(number, old[5], new[5], old[1])
-        if expected:
-            self._check_values(len(expected) - 1, self.call.sample, self.sample, expected[-1][1])
-
-    def _check_values(self, number: int, old: list[float] | None, new: list[float] | None, dtype: torch.dtype) -> None:
-        if _drifted(old, new, dtype):
-            raise self._mismatch(f"values of saved tensor {number} differ: {old} in forward, {new} on recomputation")
-
-    def _check_weight(self, old: tuple[Any, ...], new: tuple[Any, ...], weights: set[int]) -> None:
-        if new[3] == 0 or new[3] not in weights:
-            return
-        if old[3] != new[3] or old[4] != new[4]:
-            raise ReplayError(
-                f"{self.call.name}: a weight of shape {tuple(new[0])} was exchanged or modified by an inplace operation "
-                "between forward and backward, so the recomputation would use other values. Step the optimizer, load "
-                "or swap weights after backward."
-            )
-
-    def _mismatch(self, what: str) -> ReplayError:
-        return ReplayError(
-            f"recomputing {self.call.name} did not give what its forward saved: {what}. Likely causes: a counter, batch "
-            "norm or cache that moves at every call; train()/eval() or weights changed before backward; a context "
-            "manager that has ended; random numbers from a generator hidden in the block; routing that flips on ties."
-        )
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
-# ---------------------------------------------------------------------- helpers
+def _pack_counted(
+    pack: Callable[[torch.Tensor], Any], count: Callable[[torch.Tensor], None], tensor: torch.Tensor
+) -> Any:
+    packed = pack(tensor)
+    if isinstance(packed, PlaceHolder):
+        count(tensor)
+    return packed
 
 
-def unpack(holder: PlaceHolder | Weight) -> torch.Tensor:
-    """Saved-tensor hook: the tensor behind a place-holder, recomputed on the first read of its segment."""
-    if isinstance(holder, Weight):
-        return holder.read()
-    if holder.value is None:
-        holder.segment.replay()
-    if holder.value is None:
-        raise ReplayError("a saved tensor was read after its segment had been recomputed without it; please report this.")
-    return holder.value
-
-
-def _nobody() -> None:
-    """Stands for the place-holder of a weight that was kept: there is none to wait for."""
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def address_of(tensor: torch.Tensor) -> int:
-    """Address of plain tensors; 0 for subclasses, which may have no storage of their own."""
-    return tensor.data_ptr() if type(tensor) in _PLAIN_TYPES else 0
-
-
-def facts_of(tensor: torch.Tensor, address: int, debug: bool) -> tuple[Any, ...]:
-    """Shape, dtype, device, address and version; for debugging, a few values too."""
-    values = sample_of(tensor, any_device=True) if debug else None
-    return tensor.shape, tensor.dtype, tensor.device, address, version_of(tensor), values
-
-
-def sample_of(tensor: torch.Tensor | None, any_device: bool = False) -> list[float] | None:
-    """A few values of a CPU tensor, where reading them stops nothing: a spot check against silent drift."""
-    if tensor is None or type(tensor) not in _PLAIN_TYPES or not tensor.is_floating_point():
-        return None
-    if not (tensor.is_cpu or any_device) or tensor.is_meta:
-        return None
-    size = tensor.numel()
-    if size == 0:
-        return None
-    row = tensor.view(-1) if tensor.is_contiguous() else _one_row(tensor)
-    return row[:: max(1, row.numel() // _SAMPLES)].tolist()
-
-
-def _one_row(tensor: torch.Tensor) -> torch.Tensor:
-    while tensor.dim() > 1:
-        tensor = tensor[-1]
-    return tensor.reshape(-1)
-
-
-def _drifted(old: list[float] | None, new: list[float] | None, dtype: torch.dtype) -> bool:
-    if old is None or new is None or old == new:
-        return False
-    tolerance = 1e-3 if dtype in (torch.float32, torch.float64) else 5e-2
-    scale = max((abs(value) for value in old if math.isfinite(value)), default=0.0)
-    return any(
-        not (abs(a - b) <= tolerance * scale) and not (math.isnan(a) and math.isnan(b)) and a != b
-        for a, b in zip(old, new, strict=True)
-    )
-
-
-def _told_origin(tensor: torch.Tensor) -> str:
-    maker = f"made by {type(tensor.grad_fn).__name__}" if tensor.grad_fn is not None else "a leaf"
-    return f"its argument of shape {tuple(tensor.shape)} is not what the block before returned ({maker})"
-
-
-def _told(fact: tuple[Any, ...]) -> str:
-    return f"{tuple(fact[0])} {str(fact[1]).removeprefix('torch.')} on {fact[2]}"
-
-
-def _both(
-    first: Callable[[torch.Tensor], None], then: Callable[[torch.Tensor], Any]
-) -> Callable[[torch.Tensor], Any]:
-    def pack(tensor: torch.Tensor) -> Any:
-        packed = then(tensor)
-        first(tensor)
-        return packed
-
-    return pack
-
-
-def _publish(call: Call, values: Iterable[torch.Tensor | None]) -> None:
-    for alive, value in zip(call.holders, values, strict=True):
+def _publish(holders: list[Callable[[], PlaceHolder | None]], values: list[torch.Tensor]) -> None:
+    for alive, value in zip(holders, values, strict=False):
         holder = alive()
         if holder is not None and holder.value is None:
             holder.value = value
@@ -547,24 +368,31 @@ def _publish(call: Call, values: Iterable[torch.Tensor | None]) -> None:
 
 def _weights_and_hooks(roots: tuple[nn.Module, ...] | None) -> tuple[set[int], bool | None]:
     """Addresses of the weights under ``roots``; whether a module there has hooks (None: nobody knows the modules)."""
-    if roots is None:
-        return set(), None
     weights: set[int] = set()
+    if roots is None:
+        return weights, None
     hooked = bool(nn_module._global_forward_hooks)
     pending = list(roots)
     for module in pending:
         state = module.__dict__
+        if state["_forward_hooks"] or state["_forward_pre_hooks"] or "forward" in state:
+            hooked = True
         for weight in state["_parameters"].values():
             if type(weight) is nn.Parameter:
                 weights.add(weight.data_ptr())
-        hooked = hooked or bool(state["_forward_hooks"]) or bool(state["_forward_pre_hooks"]) or "forward" in state
-        pending.extend(child for child in state["_modules"].values() if child is not None)
+        if state["_modules"]:
+            pending.extend([child for child in state["_modules"].values() if child is not None])
     return weights, hooked
 
 
-def flatten_call(
-    args: tuple[Any, ...], kwargs: dict[str, Any], opaque: bool = False
-) -> tuple[Structure, list[torch.Tensor]]:
-    """Structure and tensors of a call's arguments; OpaqueArgument where one may be mutated unseen (rule 9)."""
-    leaves: list[torch.Tensor] = []
-    return flatten((args, kwargs), leaves, opaque), leaves
+def _changed_argument(call: Call, leaves: list[torch.Tensor], versions: list[int]) -> ReplayError:
+    changed = next(t for t, version in zip(leaves, versions, strict=True) if version_of(t) != version)
+    return ReplayError(  # rule 8
+        f"{call.name}: an argument of shape {tuple(changed.shape)} was modified by an inplace operation inside the "
+        "block, so the block cannot be recomputed from it. Let the block work on a copy, or keep this block."
+    )
+
+
+def _told_origin(tensor: torch.Tensor) -> str:
+    maker = f"made by {type(tensor.grad_fn).__name__}" if tensor.grad_fn is not None else "a leaf"
+    return f"its argument of shape {tuple(tensor.shape)} is not what the block before returned ({maker})"

@@ -6,6 +6,7 @@ Rules (the numbering of segment.py goes on):
     saved-tensor hooks and tracing pass through.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,9 @@ from torch import nn
 
 from lowtide.plan.schedule import FFN, KEPT, WHOLE
 from lowtide.runtime.context import Context, Provider, accelerator, default_generators
-from lowtide.runtime.flatten import OpaqueArgument
+from lowtide.runtime.flatten import Leaves, OpaqueArgument, flatten_call
 from lowtide.runtime.ledger import BlockRecord, Ledger
-from lowtide.runtime.segment import Call, Nesting, Segment, flatten_call
+from lowtide.runtime.segment import Call, Nesting, Segment
 
 
 @dataclass
@@ -66,14 +67,15 @@ class Tracer:
         if unit.treatment == KEPT:
             return self._keep(unit, original, module, args, kwargs)
         try:
-            structure, leaves = flatten_call(args, kwargs)
+            arguments, leaves = flatten_call(args, kwargs)
         except OpaqueArgument as error:  # rule 9
             return self._keep_opaque(unit, str(error), original, module, args, kwargs)
         self.ledger.begin_call(unit.record, leaves)
         segment = self._segment_for(unit, leaves, args, kwargs)
-        call = Call(unit.record.name, _Bound(original, module), (module,))
+        call = Call(unit.record.name, functools.partial(original, module), (module,))
         call.on_replay = unit.record.count_replay if unit.counts else unit.record.note_replay
-        segment.record(call, structure, leaves, self._generators(leaves))
+        call.spot_check = self.ledger.measuring
+        segment.record(call, arguments, leaves, self._generators(leaves))
         output = self._record(unit, segment, call, args, kwargs, leaves)
         self.ledger.end_call(unit.record, segment, call)
         return output
@@ -120,29 +122,33 @@ class Tracer:
         more = len(segment.calls) < unit.width
         # The last module of a chain, alone: what it drops must be worth the input it would hold instead.
         alone = unit.treatment == FFN and len(segment.calls) == 1 and unit.position == unit.last
+        self.nesting.depth += 1
         try:
-            with self.nesting:
-                output = segment.run(
-                    call,
-                    args,
-                    kwargs,
-                    leaves,
-                    kept_addresses=_weight_addresses(call) if alone else frozenset(),
-                    register_outputs=more,
-                    on_pack=self.ledger.packer(unit.record),
-                )
+            output = segment.run(
+                call,
+                args,
+                kwargs,
+                leaves,
+                kept_addresses=_weight_addresses(call) if alone else frozenset(),
+                register_outputs=more,
+                on_pack=self.ledger.packer(unit.record),
+            )
         except BaseException:  # rule 5
             self.nesting.open.pop(unit.group, None)
             raise
+        finally:
+            self.nesting.depth -= 1
         if more and call.drops:
             self.nesting.open[unit.group] = weakref.ref(segment)  # rule 2
         else:
             self.nesting.open.pop(unit.group, None)
         return output
 
-    def _generators(self, leaves: list[torch.Tensor]) -> list[torch.Generator]:
-        devices = {tensor.device for tensor in leaves} if self.accelerator is not None else set()
-        return default_generators(self.accelerator, devices)
+    def _generators(self, leaves: Leaves) -> list[torch.Generator]:
+        if self.accelerator is None:
+            return [torch.default_generator, *leaves.generators]
+        devices = {tensor.device for tensor in leaves}
+        return [*default_generators(self.accelerator, devices), *leaves.generators]
 
     # ------------------------------------------------------------------ keeping
 
@@ -172,20 +178,11 @@ class Tracer:
     ) -> Any:
         self.nesting.open.pop(unit.group, None)
         self.ledger.keep_instead(unit.record, f"it is given a {kind}, which it may change unseen")
-        with self.nesting:
+        self.nesting.depth += 1
+        try:
             return self._keep(unit, original, module, args, kwargs)
-
-
-class _Bound:
-    """``original`` bound to its module: cheaper than functools.partial to inspect, and named in tracebacks."""
-
-    __slots__ = ("module", "original")
-
-    def __init__(self, original: Callable[..., Any], module: nn.Module) -> None:
-        self.original, self.module = original, module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.original(self.module, *args, **kwargs)
+        finally:
+            self.nesting.depth -= 1
 
 
 def _weight_addresses(call: Call) -> set[int]:

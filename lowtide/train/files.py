@@ -67,6 +67,13 @@ def append_line(path: Path, content: Any) -> None:
         raise disk_failed(path, error) from error
 
 
+def discard(path: Path) -> None:
+    """Remove a folder or file: first out of its name, so that half of it is never taken for the whole."""
+    doomed = path.with_name(f".{path.name}{_PARTIAL}{os.getpid()}")
+    os.replace(path, doomed)
+    _remove(doomed)
+
+
 def remove_partial(folder: Path) -> None:
     """Remove what an earlier process was writing in ``folder`` when it was killed."""
     for entry in folder.glob(f".*{_PARTIAL}*"):

@@ -12,12 +12,7 @@ from torch import Tensor, nn
 
 
 class Encoders(ABC):
-    """The parts of a pipeline that turn pictures and captions into what is trained on. Needed for the cache only.
-
-    pixel_multiple: picture sides must be multiples of it.
-    """
-
-    pixel_multiple: int
+    """The parts of a pipeline that turn pictures and captions into what is trained on. Needed for the cache only."""
 
     @abstractmethod
     def latents(self, pixels: Tensor) -> Tensor:
@@ -62,17 +57,34 @@ class Denoiser(ABC):
         weights: by module path in ``model``. config: of the PEFT adapter.
         """
 
+    @abstractmethod
+    def load_lora(self, folder: Path) -> dict[str, Tensor]:
+        """The weights that ``save_lora`` wrote, by module path in ``model``."""
+
+    @abstractmethod
+    def save_model(self, folder: Path) -> None:
+        """Write the whole model as its class's ``from_pretrained`` reads it."""
+
+    @abstractmethod
+    def load_model(self, folder: Path) -> None:
+        """Put back the weights that ``save_model`` wrote, exactly."""
+
 
 @dataclass(frozen=True)
 class TrainRow:
     """One family that can be trained.
 
     lora_targets: regular expression over module paths of the model: where LoRA goes. Attention and feed-forward layers.
-    text_tokens: longest caption by default. open_*: load from a pipeline folder, on a device, in the base's precision.
+    text_tokens: longest caption by default. encoder_parts: sub-folders of a pipeline that the cache depends on.
+    pipeline_class: name of the class whose pipelines it trains. pixel_multiple: for a pipeline folder, what picture
+    sides must be multiples of. open_*: load from a pipeline folder, on a device, in the base's precision.
     """
 
     key: str
     lora_targets: str
     text_tokens: int
+    pipeline_class: str
+    encoder_parts: tuple[str, ...]
+    pixel_multiple: Callable[[Path], int]
     open_encoders: Callable[[Path, torch.device, torch.dtype, int], Encoders]
     open_denoiser: Callable[[Path, torch.device, torch.dtype], Denoiser]

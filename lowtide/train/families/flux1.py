@@ -1,17 +1,20 @@
 """Flux.1: what its pipeline needs for training."""
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import FluxPipeline
+from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from PIL import Image
+from safetensors.torch import load_file
 from torch import Tensor
 
 from lowtide.train.families.base import Denoiser, Encoders, TrainRow
-from lowtide.train.loading import load_pipeline
+from lowtide.train.loading import load_pipeline, read_config
 
 _TRAIN_GUIDANCE = 1.0
 _SAMPLE_GUIDANCE = 3.5
@@ -22,13 +25,11 @@ class FluxEncoders(Encoders):
     def __init__(self, pipeline: FluxPipeline, text_tokens: int) -> None:
         self._pipeline = pipeline
         self._text_tokens = text_tokens
-        self.pixel_multiple = pipeline.vae_scale_factor * 2
 
     @classmethod
     def open(cls, folder: Path, device: torch.device, dtype: torch.dtype, text_tokens: int) -> "FluxEncoders":
-        pipeline = load_pipeline(FluxPipeline, folder, dtype, without=("transformer",)).to(device)
-        pipeline.vae.to(torch.float32)
-        return cls(pipeline, text_tokens)
+        pipeline = load_pipeline(FluxPipeline, folder, dtype, without=("transformer",))
+        return cls(pipeline.to(device), text_tokens)
 
     @torch.no_grad()
     def latents(self, pixels: Tensor) -> Tensor:
@@ -39,6 +40,13 @@ class FluxEncoders(Encoders):
 
     @torch.no_grad()
     def text(self, caption: str) -> dict[str, Tensor]:
+        tokens = len(self._pipeline.tokenizer_2(caption).input_ids)
+        if tokens > self._text_tokens:
+            warnings.warn(
+                f"a caption has {tokens} tokens; what comes after {self._text_tokens} is not used "
+                f"(tokenizer_max_length): {caption[:60]}…",
+                stacklevel=2,
+            )
         prompt, pooled, _ = self._pipeline.encode_prompt(caption, None, max_sequence_length=self._text_tokens)
         return {"prompt": prompt[0].cpu(), "pooled": pooled[0].cpu()}
 
@@ -50,8 +58,8 @@ class FluxDenoiser(Denoiser):
 
     @classmethod
     def open(cls, folder: Path, device: torch.device, dtype: torch.dtype) -> "FluxDenoiser":
-        pipeline = load_pipeline(FluxPipeline, folder, dtype, without=_TEXT_PARTS).to(device)
-        pipeline.vae.to("cpu", torch.float32)
+        pipeline = load_pipeline(FluxPipeline, folder, dtype, without=_TEXT_PARTS)
+        pipeline.transformer.to(device)
         return cls(pipeline)
 
     def arguments(self, noisy: Tensor, sigmas: Tensor, text: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -110,6 +118,23 @@ class FluxDenoiser(Denoiser):
     def save_lora(self, folder: Path, weights: dict[str, Tensor], config: dict[str, Any]) -> None:
         FluxPipeline.save_lora_weights(folder, weights, transformer_lora_adapter_metadata=config)
 
+    def load_lora(self, folder: Path) -> dict[str, Tensor]:
+        weights = load_file(folder / LORA_WEIGHT_NAME_SAFE)
+        return {name.removeprefix(f"{FluxPipeline.transformer_name}."): tensor for name, tensor in weights.items()}
+
+    def save_model(self, folder: Path) -> None:
+        self._pipeline.transformer.save_pretrained(folder)
+
+    def load_model(self, folder: Path) -> None:
+        transformer = self._pipeline.transformer
+        saved = type(transformer).from_pretrained(str(folder), local_files_only=True, use_safetensors=True)
+        transformer.load_state_dict(saved.state_dict())
+
+
+def _pixel_multiple(folder: Path) -> int:
+    """The autoencoder's factor, and twice that, because latents are packed two by two."""
+    return 2 ** len(read_config(folder / "vae")["block_out_channels"])
+
 
 _BLOCK = r"(single_)?transformer_blocks\.\d+\."
 _ATTENTION = r"attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
@@ -119,6 +144,9 @@ ROW = TrainRow(
     key="flux1",
     lora_targets=f"{_BLOCK}({_ATTENTION}|{_FEED_FORWARD})",
     text_tokens=512,
+    pipeline_class=FluxPipeline.__name__,
+    encoder_parts=("vae", *_TEXT_PARTS),
+    pixel_multiple=_pixel_multiple,
     open_encoders=FluxEncoders.open,
     open_denoiser=FluxDenoiser.open,
 )

@@ -1,0 +1,38 @@
+"""``lowtide families``: the models that lowtide has a row for."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from lowtide.cli.options import AsJson
+from lowtide.cli.output import count_in_words, show, show_json, working
+
+
+def families(json: AsJson = False) -> None:
+    """List the model families that lowtide knows: their block stacks, and the backends that they can run."""
+    with working():
+        from lowtide.measure.inspection import describe_families
+
+        rows = describe_families()
+    if json:
+        show_json({"families": rows})
+    else:
+        show(
+            _table(rows), "\nAny other model works too: `lowtide inspect MODEL_DIR` shows the block stacks found in it."
+        )
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table("family", "name", "blocks", "backends", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("size", justify="right")
+    for row in rows:
+        table.add_row(
+            row["key"], row["title"], _stacks(row), "\n".join(row["scopes"]), count_in_words(row["parameters"])
+        )
+    return table
+
+
+def _stacks(row: Mapping[str, Any]) -> str:
+    return "\n".join(f"{stack['depth']} {stack['path']}" for stack in row["stacks"])

@@ -1,0 +1,70 @@
+"""``lowtide train``: from a configuration to trained weights and a report."""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console, RenderableType
+
+from lowtide.cli.output import show, working
+from lowtide.cli.receipt_table import receipt_table
+from lowtide.train.config import START_AFRESH, TrainConfig, load_config
+from lowtide.train.report import finished, result_lines, settings_table
+
+if TYPE_CHECKING:
+    from lowtide.train.progress import Reporter
+
+_INTERRUPTED = 130
+_YOUR_OWN = """
+The small model has random weights, so its samples are coloured noise. With a real one and pictures of yours:
+
+  lowtide train examples/quickstart/your_model.json \\
+    --set pretrained_model_name_or_path=FOLDER_OF_FLUX_1 --set data_dir=FOLDER_OF_PICTURES"""
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A flat JSON file; docs/train.md lists its keys.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the file. May be given several times."),
+]
+
+
+def train(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Train a LoRA (or every weight) on a folder of captioned pictures. Run it again and it goes on where it was."""
+    settings = load_config(config, overrides or ())
+    report = finished(settings)
+    if report is not None:
+        show(f"This run is done already: {report['steps']} steps. To run it once more, {START_AFRESH}.")
+    else:
+        with working():
+            report = _trained(settings)
+    if report is None:
+        show(f"Stopped; a checkpoint is in {settings.keys.output}. Run the same command again: it goes on from there.")
+        raise typer.Exit(_INTERRUPTED)
+    show(*_ending(report, settings))
+
+
+def _trained(settings: TrainConfig) -> dict[str, Any] | None:
+    reporter = quiet_reporter()
+    from lowtide.train.run import run
+
+    return run(settings, reporter)
+
+
+def quiet_reporter() -> "Reporter":
+    """Where a run tells how far it is; loads the libraries, and keeps them off the network and quiet."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the libraries are imported, next
+    from lowtide.train.loading import quiet_libraries
+    from lowtide.train.progress import Reporter
+
+    quiet_libraries()
+    return Reporter(Console(stderr=True))
+
+
+def _ending(report: Mapping[str, Any], settings: TrainConfig) -> Iterator[RenderableType]:
+    yield receipt_table(report["receipt"])
+    yield settings_table(report)
+    yield from result_lines(report)
+    if settings.keys.makes_pipeline:
+        yield _YOUR_OWN

@@ -1,0 +1,87 @@
+"""``lowtide verify``: one plain training step beside one with checkpointing, compared bit by bit."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import typer
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lowtide.cli.inspect import setting_in_words
+from lowtide.cli.options import AsJson, Backend, Interval, SegmentStride, Target
+from lowtide.cli.output import show, show_json, working
+from lowtide.cli.receipt_table import receipt_table
+from lowtide.controls import CheckpointConfig
+
+_MOST_SHOWN = 10
+
+
+def verify(
+    target: Target,
+    backend: Backend = "torch",
+    interval: Interval = None,
+    segment_stride: SegmentStride = None,
+    json: AsJson = False,
+) -> None:
+    """Prove that a setting changes no number: outputs, loss and every gradient against a plain step, on the CPU.
+
+    A family runs in its tiny configuration; the model of a folder runs as it is, on small inputs.
+    """
+    config = CheckpointConfig.for_attach(backend, interval, segment_stride)
+    with working():
+        result = _verified(target, config)
+    if json:
+        show_json(result)
+    else:
+        show(*_report(result))
+    if not result["same"]:
+        raise typer.Exit(1)
+
+
+def _verified(target: str, config: CheckpointConfig) -> dict[str, Any]:
+    from lowtide.measure.build import open_target
+    from lowtide.measure.inspection import class_of
+    from lowtide.measure.parity import verify as run_both
+
+    opened = open_target(target, "tiny")
+    report = run_both(opened, **config.attach_arguments())
+    return {
+        "model": report.label,
+        "class": class_of(opened.model),
+        "family": opened.family.key if opened.family else None,
+        "settings": config.attach_arguments(),
+        "same": report.same,
+        "loss": report.loss,
+        "gradients": report.gradients,
+        "differences": [dict(vars(difference)) for difference in report.differences],
+        "receipt": report.receipt,
+    }
+
+
+def _report(result: Mapping[str, Any]) -> Iterator[RenderableType]:
+    yield f"{result['model']}: {result['class']}"
+    yield f"A plain step beside one with {setting_in_words(result['settings'])}:\n"
+    yield _comparison(result)
+    yield ""
+    yield receipt_table(result["receipt"])
+    if result["same"]:
+        yield Text("\nSame: loss, outputs and every gradient are bit-identical to a plain step.", style="green")
+    else:
+        count = len(result["differences"])
+        yield Text(f"\nDifferent: {count} tensors are not what a plain step gives.", style="red")
+
+
+def _comparison(result: Mapping[str, Any]) -> Table:
+    table = Table("compared", "result", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    differences = {item["tensor"]: item for item in result["differences"]}
+    outputs = sum(name.startswith("output ") for name in differences)
+    gradients = sum(name.startswith("gradient of ") for name in differences)
+    table.add_row("outputs", f"{outputs} differ" if outputs else "bit-identical")
+    table.add_row("loss", f"{result['loss']:.6g}, {'differs' if 'loss' in differences else 'bit-identical'}")
+    table.add_row("gradients", f"{result['gradients'] - gradients} of {result['gradients']} bit-identical")
+    for name, item in list(differences.items())[:_MOST_SHOWN]:
+        size = "" if item["max_abs"] is None else f" by up to {item['max_abs']:.3g}"
+        table.add_row(name, Text(f"{item['what']}{size}", style="red"))
+    return table

@@ -1,0 +1,104 @@
+"""What stands in the autograd graph where a saved tensor was."""
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lowtide.errors import ReplayError
+
+if TYPE_CHECKING:
+    from lowtide.runtime.segment import Segment
+
+PLAIN_TYPES = (torch.Tensor, nn.Parameter)
+
+
+class PlaceHolder:
+    """Stands for one saved tensor; owns its segment and, once replayed, the value (rules 1 and 2 in segment.py)."""
+
+    __slots__ = ("__weakref__", "segment", "value")
+
+    def __init__(self, segment: "Segment") -> None:
+        self.segment = segment
+        self.value: torch.Tensor | None = None
+
+    def fetch(self) -> torch.Tensor:
+        self.segment.replay()
+        if self.value is None:
+            raise ReplayError("a saved tensor was read after its segment had been recomputed without it; please report")
+        return self.value
+
+
+class Weight:
+    """Stands for a weight that a region saved: kept as it is, since it costs nothing. Checked as autograd would."""
+
+    __slots__ = ("name", "tensor", "version")
+    value = None
+
+    def __init__(self, tensor: torch.Tensor, name: str) -> None:
+        self.tensor, self.version, self.name = tensor.detach(), tensor._version, name
+
+    def fetch(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise ReplayError(f"a weight of {self.name} was modified by an inplace operation before its backward")
+        return self.tensor
+
+
+def unpack(holder: PlaceHolder | Weight) -> torch.Tensor:
+    """Saved-tensor hook: the tensor behind a place-holder, recomputed on the first read of its segment."""
+    value = holder.value
+    return holder.fetch() if value is None else value
+
+
+def nobody() -> None:
+    """Stands for the place-holder of a weight that was kept: there is none to wait for."""
+
+
+class External:
+    """A tensor that came into a segment from outside, detached (rule 3 in segment.py).
+
+    Where saved-tensor hooks of the user are active outside the segment, they pack it (rule 23), so that somebody's
+    offload of saved tensors sees the segment's boundaries too.
+    """
+
+    __slots__ = ("alive", "packed", "requires_grad", "tensor", "unpack", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.alive = weakref.ref(tensor)
+        self.requires_grad = tensor.requires_grad
+        self.version = version_of(tensor)
+        self.tensor: torch.Tensor | None = tensor.detach()
+        self.unpack: Callable[[Any], torch.Tensor] | None = None
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if hooks is not None:
+            pack, self.unpack = hooks
+            self.packed, self.tensor = pack(self.tensor), None
+
+    def is_still(self, tensor: torch.Tensor) -> bool:
+        return self.alive() is tensor and self.version == version_of(tensor)
+
+    def fetch(self, name: str) -> torch.Tensor:
+        """A fresh leaf over the same values."""
+        if self.unpack is not None:
+            leaf = self.unpack(self.packed).detach()
+        else:
+            assert self.tensor is not None
+            if version_of(self.tensor) != self.version:
+                raise ReplayError(
+                    f"an argument of {name} has been modified by an inplace operation between forward and backward, "
+                    "so the block cannot be recomputed. Make the change on a copy (`x = x + y` instead of `x += y`), "
+                    "or keep this block."
+                )
+            leaf = self.tensor.detach()
+        return leaf.requires_grad_() if self.requires_grad else leaf
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Address of plain tensors; 0 for subclasses, which may have no storage of their own."""
+    return tensor.data_ptr() if type(tensor) in PLAIN_TYPES else 0

@@ -1,0 +1,148 @@
+"""The training loop: one update after another, from wherever the run stands."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from diffusers.optimization import get_scheduler
+from torch import nn
+
+from lowtide.errors import LowtideError
+from lowtide.train.cache import Cached
+from lowtide.train.config import TrainKeys
+from lowtide.train.dataset import batches
+from lowtide.train.families.base import Denoiser
+from lowtide.train.flow import Batch, loss_of, random_noise
+from lowtide.train.resume import RunState
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """One update. loss: mean over its batches. step: counts from 1. seconds: of the update."""
+
+    step: int
+    loss: float
+    seconds: float
+
+
+class Interrupt:
+    """Ctrl-C or a polite kill while a run is on: the first asks to stop after the step, the next stops at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    @contextmanager
+    def listen(self) -> Iterator["Interrupt"]:
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+class Updater:
+    """Optimizer, learning-rate schedule and random states: all that changes in an update but the weights."""
+
+    def __init__(self, parameters: list[nn.Parameter], keys: TrainKeys, device: torch.device) -> None:
+        self._parameters = parameters
+        self._device = device
+        self._max_norm = keys.max_grad_norm
+        self.noise = torch.Generator().manual_seed(keys.seed)
+        self._optimizer = torch.optim.AdamW(parameters, lr=keys.learning_rate)
+        self._scheduler = get_scheduler(
+            keys.lr_scheduler, self._optimizer, keys.lr_warmup_steps, num_training_steps=keys.max_train_steps
+        )
+
+    def update(self) -> None:
+        if self._max_norm:
+            nn.utils.clip_grad_norm_(self._parameters, self._max_norm)
+        self._optimizer.step()
+        self._scheduler.step()
+        self._optimizer.zero_grad()
+
+    def states(self) -> dict[str, Any]:
+        states = {
+            "optimizer": self._optimizer.state_dict(),
+            "scheduler": self._scheduler.state_dict(),
+            "noise": self.noise.get_state(),
+            "cpu": torch.get_rng_state(),
+        }
+        if self._device.type != "cpu":
+            states["device"] = torch.get_device_module(self._device).get_rng_state(self._device)
+        return states
+
+    def restore(self, states: dict[str, Any]) -> None:
+        """Put back what ``states`` gave."""
+        self._optimizer.load_state_dict(states["optimizer"])
+        self._scheduler.load_state_dict(states["scheduler"])
+        self.noise.set_state(states["noise"])
+        torch.set_rng_state(states["cpu"])
+        if "device" in states and self._device.type != "cpu":
+            torch.get_device_module(self._device).set_rng_state(states["device"], self._device)
+
+
+def autocast(keys: TrainKeys, device: torch.device) -> AbstractContextManager[Any]:
+    return torch.autocast(device.type, torch.bfloat16) if keys.mixed_precision == "bf16" else nullcontext()
+
+
+def run_steps(
+    denoiser: Denoiser,
+    updater: Updater,
+    cached: Cached,
+    keys: TrainKeys,
+    state: RunState,
+    after_step: Callable[[StepDone], None],
+    interrupt: Interrupt,
+) -> None:
+    """Train from ``state.step`` to ``max_train_steps``, or until an interrupt is asked for; ``state`` goes along.
+
+    Raises LowtideError where the loss is no number any more: the weights are then lost, the checkpoints are not.
+    """
+    device = next(denoiser.model.parameters()).device
+    denoiser.model.train()
+    order = batches(cached.buckets, keys.train_batch_size, keys.seed, skip=state.batches)
+    while state.step < keys.max_train_steps and not interrupt.asked:
+        start = time.perf_counter()
+        losses = []
+        for _ in range(keys.gradient_accumulation_steps):
+            batch = load_batch(cached, next(order), device)
+            with autocast(keys, device):
+                noised = random_noise(denoiser, batch.latents, updater.noise)
+                loss = loss_of(denoiser, noised, batch.text)
+            (loss / keys.gradient_accumulation_steps).backward()
+            losses.append(loss.item())
+        mean = _mean(losses, state.step + 1)
+        updater.update()
+        state.step += 1
+        state.batches += keys.gradient_accumulation_steps
+        after_step(StepDone(state.step, mean, time.perf_counter() - start))
+
+
+def load_batch(cached: Cached, indices: tuple[int, ...], device: torch.device) -> Batch:
+    texts = [cached.load_text(index) for index in indices]
+    text = {name: torch.stack([one[name] for one in texts]) for name in texts[0]}
+    return Batch(torch.stack([cached.load_latents(index) for index in indices]), text).to(device)
+
+
+def _mean(losses: list[float], step: int) -> float:
+    mean = sum(losses) / len(losses)
+    if mean != mean or mean in (float("inf"), float("-inf")):
+        raise LowtideError(
+            f"the loss is {mean} in step {step}: training has broken down. Lower learning_rate, or set mixed_precision "
+            "to no; the checkpoints saved before it can be gone on from"
+        )
+    return mean

@@ -1,0 +1,173 @@
+"""One run, from its configuration to its report."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lowtide
+from lowtide.handle import Handle, attach
+from lowtide.train.adapters import Everything, Lora, Trained
+from lowtide.train.cache import Cached
+from lowtide.train.config import TrainConfig, TrainKeys
+from lowtide.train.dataset import batches
+from lowtide.train.families.base import Denoiser
+from lowtide.train.files import new_folder, write_json
+from lowtide.train.flow import Batch, fixed_loss, random_noise
+from lowtide.train.loop import Interrupt, StepDone, Updater, autocast, load_batch, run_steps
+from lowtide.train.memory import peak_bytes
+from lowtide.train.metrics import add_metrics, read_metrics, summary_of
+from lowtide.train.prepare import Prepared, prepare
+from lowtide.train.progress import Reporter
+from lowtide.train.report import REPORT, WEIGHTS, compare_blocks
+from lowtide.train.resume import RunState, read_tensors, save_checkpoint
+from lowtide.train.samples import AFTER, BEFORE, write_pair, write_sample
+from lowtide.train.settings import compare_settings, recomputed_blocks
+from lowtide.train.start import begin
+
+_FIXED_EXAMPLES = 8
+
+
+@dataclass(frozen=True)
+class Session:
+    """A run that is being trained. fixed: the batches on which learning is measured."""
+
+    prepared: Prepared
+    denoiser: Denoiser
+    trained: Trained
+    updater: Updater
+    state: RunState
+    fixed: list[Batch]
+
+    @property
+    def keys(self) -> TrainKeys:
+        return self.prepared.config.keys
+
+    def fixed_loss(self) -> float:
+        with autocast(self.keys, self.prepared.device):
+            return fixed_loss(self.denoiser, self.fixed)
+
+
+def run(config: TrainConfig, reporter: Reporter) -> dict[str, Any] | None:
+    """Train, or go on training; the report, or None where an interrupt stopped it at a checkpoint.
+
+    Raises ConfigError before anything is written, MachineError where the disk or the device failed, LowtideError where
+    training broke down.
+    """
+    prepared = prepare(config, reporter)
+    state, checkpoint = begin(config, prepared.cached.digest, reporter)
+    session = _open(prepared, state, checkpoint)
+    if state.loss_before is None:
+        state.loss_before = session.fixed_loss()
+        _sample(session, BEFORE)
+    arguments = config.checkpointing.attach_arguments()
+    with attach(session.denoiser.model, family=config.keys.model_family, **arguments) as handle:
+        _train(session, handle, reporter)
+        blocks = recomputed_blocks(handle.stacks, handle.schedule)
+    if state.step < config.keys.max_train_steps:
+        return None
+    return _finish(session, compare_blocks(blocks, state.receipt))
+
+
+def _open(prepared: Prepared, state: RunState, checkpoint: Path | None) -> Session:
+    keys, row = prepared.config.keys, prepared.row
+    torch.manual_seed(keys.seed)
+    denoiser = row.open_denoiser(keys.pipeline, prepared.device, prepared.dtype)
+    if keys.model_type == "lora":
+        trained = Lora(denoiser, row.lora_targets, keys.lora_rank, keys.lora_alpha)
+    else:
+        trained = Everything(denoiser)
+    updater = Updater(trained.parameters, keys, prepared.device)
+    if checkpoint is not None:
+        trained.load(checkpoint)
+        updater.restore(read_tensors(checkpoint))
+    return Session(prepared, denoiser, trained, updater, state, _fixed_batches(prepared))
+
+
+def _fixed_batches(prepared: Prepared) -> list[Batch]:
+    """The first examples, each once, in batches as training has them."""
+    cached, keys = prepared.cached, prepared.config.keys
+    count = min(_FIXED_EXAMPLES, len(cached.buckets))
+    chosen, indices = [], batches(cached.buckets[:count], keys.train_batch_size, seed=0)
+    while sum(map(len, chosen)) < count:
+        chosen.append(next(indices))
+    return [load_batch(cached, batch, prepared.device) for batch in chosen]
+
+
+def _sample(session: Session, name: str) -> None:
+    if not session.keys.validation_disable:
+        with autocast(session.keys, session.prepared.device):
+            write_sample(session.denoiser, session.prepared.cached, session.keys, name)
+
+
+def _train(session: Session, handle: Handle, reporter: Reporter) -> None:
+    """All steps that are left, with a checkpoint now and then and at the end, also at an early one."""
+    keys, state, device = session.keys, session.state, session.prepared.device
+    saved_step = state.step
+
+    def save() -> None:
+        nonlocal saved_step
+        state.receipt = handle.receipt().as_dict()
+        tensors = session.updater.states()
+        save_checkpoint(keys.output, state, session.trained, tensors, keys.checkpoints_total_limit)
+        saved_step = state.step
+
+    def after_step(done: StepDone) -> None:
+        memory_bytes = peak_bytes(device)
+        add_metrics(keys.output, done.step, done.loss, done.seconds, memory_bytes)
+        bar.show(done, memory_bytes)
+        if done.step % keys.checkpoint_step_interval == 0:
+            save()
+
+    with Interrupt().listen() as interrupt, reporter.steps(state.step, keys.max_train_steps) as bar:
+        run_steps(session.denoiser, session.updater, session.prepared.cached, keys, state, after_step, interrupt)
+        if state.step > saved_step:
+            save()
+
+
+def _finish(session: Session, blocks: dict[str, Any]) -> dict[str, Any]:
+    """Weights, sample and report."""
+    keys, state = session.keys, session.state
+    weights = keys.output / WEIGHTS[keys.model_type]
+    with new_folder(weights) as partial:
+        session.trained.save(partial)
+    _sample(session, AFTER)
+    pair = write_pair(keys.output)
+    before, after = state.loss_before, session.fixed_loss()
+    assert before is not None
+    report = {
+        "lowtide": lowtide.__version__,
+        "torch": torch.__version__,
+        "device": session.prepared.device.type,
+        "config": state.config,
+        "steps": state.step,
+        "fixed_batch_loss": {"before": before, "after": after, "improvement": 1 - after / before},
+        "summary": summary_of(read_metrics(keys.output)),
+        "recomputed_blocks": blocks,
+        "receipt": state.receipt,
+        "settings": _settings(session),
+        "files": {"weights": str(weights), **({"sample": str(pair)} if pair else {})},
+    }
+    write_json(keys.output / REPORT, report)
+    return report
+
+
+def _settings(session: Session) -> list[dict[str, Any]] | None:
+    """The table of settings, or None where a plain forward does not fit on the device."""
+    batch, keys = _largest(session.prepared), session.keys
+    noised = random_noise(session.denoiser, batch.latents, torch.Generator().manual_seed(keys.seed))
+    try:
+        with autocast(keys, session.prepared.device):
+            return compare_settings(
+                session.denoiser, keys.model_family, noised, batch, session.prepared.config.checkpointing
+            )
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _largest(prepared: Prepared) -> Batch:
+    """A full batch of the largest pictures."""
+    cached, size = prepared.cached, prepared.config.keys.train_batch_size
+    index = max(range(len(cached.buckets)), key=lambda number: cached.buckets[number][0] * cached.buckets[number][1])
+    return load_batch(cached, (index,) * size, prepared.device)
