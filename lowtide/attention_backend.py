@@ -9,9 +9,14 @@ from lowtide.runtime.context import Provider, standard_providers
 _MODULE = "diffusers.models.attention_dispatch"
 
 
+def has_own_state() -> bool:
+    """Whether diffusers' attention dispatcher is loaded."""
+    return _MODULE in sys.modules
+
+
 def providers() -> tuple[Provider, ...]:
     """torch's state, and diffusers' active attention backend where diffusers is in use."""
-    if _MODULE not in sys.modules:
+    if not has_own_state():
         return standard_providers()
     dispatch = sys.modules[_MODULE]
 

@@ -29,7 +29,7 @@ class Handle:
         self.schedule = schedule
         self.config = config
         self._ledger = Ledger(model)
-        units = list(_units(stacks, schedule, self._ledger))
+        units = list(_units(stacks, schedule, self._ledger, config.scope))
         self._modules = [module for _, module, _ in units]
         self._tracer = Tracer([(module, unit) for _, module, unit in units], self._ledger, providers())
         intercept([(name, module) for name, module, _ in units], self._tracer)
@@ -113,21 +113,16 @@ def attach(
         config = CheckpointConfig(gradient_checkpointing=False)
         _check_schedule(schedule, stacks)
     else:
-        config = _config(backend, interval, segment_stride)
-        schedule = schedule_for(stacks, config)
+        config = CheckpointConfig.for_attach(backend, interval, segment_stride)
+        schedule = schedule_for(stacks, config, type(root).__name__)
     return Handle(root, stacks, schedule, config)
 
 
-def schedule_for(stacks: list[ResolvedStack], config: CheckpointConfig) -> Schedule:
+def schedule_for(stacks: list[ResolvedStack], config: CheckpointConfig, model: str = "this model") -> Schedule:
     """The treatment that the controls ask for, for every block of the resolved stacks."""
     depths = {stack.name: len(stack.blocks) for stack in stacks}
-    return config.schedule_for(depths, {stack.name: stack.has_feed_forward for stack in stacks})
-
-
-def _config(backend: str | None, interval: int | None, segment_stride: int | None) -> CheckpointConfig:
-    if backend is None:
-        return CheckpointConfig(gradient_checkpointing=False, interval=interval, segment_stride=segment_stride)
-    return CheckpointConfig(backend=backend, interval=interval, segment_stride=segment_stride)
+    has_feed_forward = {stack.name: stack.has_feed_forward for stack in stacks}
+    return config.schedule_for(depths, has_feed_forward, model=model)
 
 
 def _rows_for(model: nn.Module, family: str | None) -> tuple[nn.Module, tuple[Stack, ...] | None]:
@@ -160,15 +155,16 @@ def _check_schedule(schedule: Schedule, stacks: list[ResolvedStack]) -> None:
 
 
 def _units(
-    stacks: Sequence[ResolvedStack], schedule: Schedule, ledger: Ledger
+    stacks: Sequence[ResolvedStack], schedule: Schedule, ledger: Ledger, scope: str | None
 ) -> Iterator[tuple[str, nn.Module, Unit]]:
     for stack in stacks:
         plan = schedule.stacks[stack.name]
         for index, (name, block) in enumerate(stack.blocks):
             treatment = plan.treatments[index]
             chains = stack.chains(block) if treatment == FFN else []
-            bare = treatment == FFN and not chains
-            record = ledger.add(name, stack.name, index, KEPT if bare else treatment, "no feed-forward" if bare else None)
+            bare = FFN in (treatment, scope) and not stack.chains(block)
+            reason = "no feed-forward" if bare else None
+            record = ledger.add(name, stack.name, index, KEPT if bare else treatment, reason)
             yield name, block, _block_unit(block, record, stack, plan, index)
             for number, chain in enumerate(chains):
                 yield from _chain_units(name, record, number, chain)
@@ -179,9 +175,8 @@ def _chain_units(
 ) -> Iterator[tuple[str, nn.Module, Unit]]:
     for place, (path, module) in enumerate(chain):
         counts = number == place == 0  # both streams of a block are one recomputation of its feed-forward side
-        unit = Unit(
-            weakref.ref(module), record, FFN, (block, number), position=place, width=len(chain), last=len(chain) - 1, counts=counts
-        )
+        unit = Unit(weakref.ref(module), record, FFN, (block, number), position=place, counts=counts)
+        unit.width, unit.last = len(chain), len(chain) - 1
         yield f"{block}.{path}", module, unit
 
 

@@ -2,7 +2,6 @@
 
 import difflib
 import functools
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType, MethodType
@@ -10,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._autograd import _saved_tensors_hooks_is_enabled  # pyright: ignore[reportAttributeAccessIssue]
 
-from lowtide.attention_backend import providers
+from lowtide.attention_backend import has_own_state, providers
 from lowtide.errors import ConfigError
 from lowtide.runtime.context import Context, accelerator, default_generators
 from lowtide.runtime.flatten import flatten_call
@@ -42,11 +42,11 @@ def checkpoint(
     Raises ConfigError for a wrong keyword; ReplayError in backward where the recomputation differs from the forward.
     """
     _check_options(backend, use_reentrant, determinism_check)
-    if not torch.is_grad_enabled() or not torch._C._autograd._saved_tensors_hooks_is_enabled():
+    if not torch.is_grad_enabled() or not _saved_tensors_hooks_is_enabled():
         return function(*args, **kwargs)
     forward_context, replay_context = context_fn() if context_fn is not None else (None, None)
     arguments, leaves = flatten_call((function, *args), kwargs, opaque=True)
-    context, kind, nesting = _surroundings("diffusers" in sys.modules)
+    context, kind, nesting = _surroundings(has_own_state())
     segment = Segment(context, kind, nesting, early_stop=early_stop)
     call = Call(_name(function), _Region(forward_context, replay_context), modules_of(function))
     call.compared = determinism_check != "none"
@@ -54,7 +54,7 @@ def checkpoint(
     call.debug = debug
     devices = {tensor.device for tensor in leaves}
     generators = [*default_generators(kind, devices), *leaves.generators] if preserve_rng_state else []
-    segment.record(call, arguments, leaves, default_generators(segment.accelerator, devices))
+    segment.record(call, arguments, leaves, generators)
     return segment.run(call, (function, *args), kwargs, leaves, register_outputs=False)
 
 

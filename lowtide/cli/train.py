@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, RenderableType
+from rich.text import Text
 
 from lowtide.cli.output import show, working
 from lowtide.cli.receipt_table import receipt_table
@@ -18,10 +19,12 @@ if TYPE_CHECKING:
 
 _INTERRUPTED = 130
 _YOUR_OWN = """
-The small model has random weights, so its samples are coloured noise. With a real one and pictures of yours:
+The small model has random weights, so its samples are coloured noise.
+With a real one, and pictures of yours:
 
   lowtide train examples/quickstart/your_model.json \\
-    --set pretrained_model_name_or_path=FOLDER_OF_FLUX_1 --set data_dir=FOLDER_OF_PICTURES"""
+    --set pretrained_model_name_or_path=FOLDER_OF_FLUX_1 \\
+    --set data_dir=FOLDER_OF_PICTURES"""
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A flat JSON file; docs/train.md lists its keys.")]
 Overrides = Annotated[
@@ -35,7 +38,7 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
     settings = load_config(config, overrides or ())
     report = finished(settings)
     if report is not None:
-        show(f"This run is done already: {report['steps']} steps. To run it once more, {START_AFRESH}.")
+        show(as_it_is(f"This run is done already: {report['steps']} steps. To run it once more,\n{START_AFRESH}."))
     else:
         with working():
             report = _trained(settings)
@@ -65,6 +68,11 @@ def quiet_reporter() -> "Reporter":
 def _ending(report: Mapping[str, Any], settings: TrainConfig) -> Iterator[RenderableType]:
     yield receipt_table(report["receipt"])
     yield settings_table(report)
-    yield from result_lines(report)
+    yield from map(as_it_is, result_lines(report))
     if settings.keys.makes_pipeline:
-        yield _YOUR_OWN
+        yield as_it_is(_YOUR_OWN)
+
+
+def as_it_is(text: str) -> Text:
+    """Lines that a terminal wraps but rich does not, so that commands and paths can be copied."""
+    return Text(text, no_wrap=True, overflow="ignore")

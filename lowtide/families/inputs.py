@@ -40,7 +40,7 @@ def ones(*shape: Size, dtype: str = "int64") -> Node:
 
 
 def mask(*shape: Size, lengths: tuple[Size, ...], dtype: str = "int64") -> Node:
-    """[B, T]: row b is one in its first ``lengths[b]`` columns, else zero. Rows beyond the list take its last length."""
+    """[B, T]: row b is one in its first ``lengths[b]`` columns; rows beyond the list take its last length."""
     return {"gen": "mask", "shape": list(shape), "dtype": dtype, "lengths": list(lengths)}
 
 

@@ -31,7 +31,8 @@ class Build:
     """One configuration of a model class and the inputs of its forward.
 
     config: keyword arguments of the class.
-    vars: named integers (B batch, H height and W width in pixels, FR frames, T text tokens …) that a caller may override.
+    vars: named integers (B batch, H height and W width in pixels, FR frames, T text tokens …); a caller may override
+        them.
     let: further names, as expressions over ``vars`` and each other, in order.
     inputs: keyword arguments of forward in the input language of ``measure.inputs``.
     """
@@ -47,9 +48,10 @@ class Family:
     """One model family: names, class, stacks, a tiny and a real configuration.
 
     parameters: count of the real configuration. published: the size its makers state, as text.
-    variants: further inputs of the tiny configuration, by name (a ControlNet residual, say), merged over ``tiny.inputs``.
-    sizes: the ``vars`` that a configuration decides, as expressions over its keys ({"C": "in_channels"}): so the inputs
-        fit any configuration of the class, a model loaded from a folder too.
+    variants: further inputs of the tiny configuration, by name (a ControlNet residual, say): they are merged over
+        ``tiny.inputs``.
+    sizes: the ``vars`` that a configuration decides, as expressions over its keys ({"C": "in_channels"}): so the
+        inputs fit any configuration of the class, a model loaded from a folder too.
     train_mode: False where the model must be in eval() to be differentiable.
     block_classes: classes that regional compilation compiles.
     """

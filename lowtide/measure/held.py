@@ -1,6 +1,7 @@
 """Traces what one plain forward saves for backward: the facts that ``plan.held`` predicts from."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 from weakref import WeakSet
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtide.errors import ConfigError
 from lowtide.plan.held import HeldTrace, ModuleCall, TensorUse
@@ -73,7 +75,9 @@ class _Tracer:
         self.sizes_bytes: dict[int, int] = {}
         self._open: list[_Region] = []
         self._saved: WeakSet[_Saved] = WeakSet()
-        self._alive: list[Any] = []
+        self._alive: list[torch.UntypedStorage] = []
+        self._numbers: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
+        self._next_number = itertools.count()
         self._resident = {id(self._kept(tensor)) for tensor in (*model.parameters(), *model.buffers())}
 
     def watch(self) -> list[RemovableHandle]:
@@ -125,11 +129,16 @@ class _Tracer:
         (self.calls if region.in_block is None else region.in_block.inner).append(call)
 
     def _uses(self, value: Any) -> tuple[TensorUse, ...]:
-        uses = []
-        for tensor in tensors_of(value):
-            self._alive.append(tensor)
-            uses.append(TensorUse(id(tensor), self._storage_of(tensor), tensor.numel(), tensor.requires_grad))
-        return tuple(uses)
+        return tuple(
+            TensorUse(self._number_of(tensor), self._storage_of(tensor), tensor.numel(), tensor.requires_grad)
+            for tensor in tensors_of(value)
+        )
+
+    def _number_of(self, tensor: torch.Tensor) -> int:
+        """Names the object without keeping it, and with it the graph behind it, alive."""
+        if tensor not in self._numbers:
+            self._numbers[tensor] = next(self._next_number)
+        return self._numbers[tensor]
 
     def _storage_of(self, tensor: torch.Tensor) -> int:
         storage = self._kept(tensor)

@@ -54,11 +54,13 @@ def compare(call: "Call", values: list[torch.Tensor], extra: int, weights: set[i
 def _compare_weights(call: "Call", values: list[torch.Tensor], weights: set[int]) -> None:
     for value, (address, version) in zip(values, call.places, strict=True):
         now = address_of(value)
-        if now in weights and (now != address or value._version != version):
+        if now not in weights or (now == address and value._version == version):
+            continue
+        if value._version != version or call.weights_may_move is None or not call.weights_may_move():
             raise ReplayError(
-                f"{call.name}: a weight of shape {tuple(value.shape)} was exchanged or modified by an inplace operation "
-                "between forward and backward, so the recomputation would use other values. Step the optimizer, load "
-                "or swap weights after backward."
+                f"{call.name}: a weight of shape {tuple(value.shape)} was exchanged or modified by an inplace "
+                "operation between forward and backward, so the recomputation would use other values. Step the "
+                "optimizer, load or swap weights after backward."
             )
 
 

@@ -116,12 +116,12 @@ def _function(payload: tuple[Any, list[Structure | None], Structure, Structure],
 
 
 def _snapshot(value: Any, leaves: Leaves, deep: bool = False) -> Structure:
-    """Tensors become leaves and plain containers are copied, one level down (two with ``deep``); the rest is as it is."""
+    """Tensors become leaves, plain containers are copied one level down (two with ``deep``), the rest is as it is."""
     if isinstance(value, torch.Tensor):
         leaves.append(value)
         return _leaf, len(leaves) - 1
     kind = type(value)
-    inner = functools.partial(_snapshot, leaves=leaves) if deep else functools.partial(_tensor_or_constant, leaves=leaves)
+    inner = functools.partial(_snapshot if deep else _tensor_or_constant, leaves=leaves)
     if kind in (tuple, list):
         return _sequence, (kind, [inner(item) for item in value])
     if kind is dict:
@@ -144,9 +144,7 @@ def _is_filled(cell: types.CellType) -> bool:
 Arguments = tuple[list[Structure], list[tuple[str, Structure]]]
 
 
-def flatten_call(
-    args: tuple[Any, ...], kwargs: dict[str, Any], opaque: bool = False
-) -> tuple[Arguments, Leaves]:
+def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any], opaque: bool = False) -> tuple[Arguments, Leaves]:
     """Structure and tensors of a call's arguments."""
     leaves = Leaves()
     positional = [flatten(value, leaves, opaque) for value in args]

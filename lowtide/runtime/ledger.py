@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.errors import ReplayError
@@ -45,6 +46,16 @@ class BlockRecord:
         ledger = self.ledger()
         if ledger is not None:
             ledger.backward_seen = True
+
+    def has_hooks_around(self) -> bool:
+        """Whether the block, or a module that it is part of, has forward hooks: of FSDP, which moves weights, say."""
+        ledger = self.ledger()
+        module = ledger.model() if ledger is not None else None
+        for part in self.name.split("."):
+            if module is None or _has_hooks(module):
+                break
+            module = module._modules.get(part)
+        return module is not None and _has_hooks(module)
 
     def reset(self) -> None:
         self.treatment, self.segment, self.reason = self.planned, None, self.planned_reason
@@ -173,7 +184,7 @@ class Ledger:
         if not self.measuring or storages is None:
             return None
         number = self._numbers[record.name]
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        outer = _top_saved_tensors_default_hooks(False)
         pack_on, unpack_on = outer if outer is not None else (None, _same)
 
         def pack(tensor: torch.Tensor) -> tuple[Any, torch.Tensor | None, int]:
@@ -192,6 +203,10 @@ class Ledger:
             return unpack_on(value)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _same(value: Any) -> Any:

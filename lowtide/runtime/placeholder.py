@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._C._autograd import _top_saved_tensors_default_hooks
 
 from lowtide.errors import ReplayError
 
@@ -71,7 +72,7 @@ class External:
         self.version = version_of(tensor)
         self.tensor: torch.Tensor | None = tensor.detach()
         self.unpack: Callable[[Any], torch.Tensor] | None = None
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        hooks = _top_saved_tensors_default_hooks(False)
         if hooks is not None:
             pack, self.unpack = hooks
             self.packed, self.tensor = pack(self.tensor), None

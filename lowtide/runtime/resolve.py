@@ -130,7 +130,13 @@ def _lists_of_blocks(module: nn.Module, path: str) -> Iterator[tuple[str, list[t
 
 def _is_stack(modules: nn.Module) -> bool:
     children = list(modules.children())
-    return len(children) >= 2 and len({type(child) for child in children}) == 1 and _is_composite(children[0])
+    return len(children) >= 2 and _are_of_a_kind(children) and all(map(_is_composite, children))
+
+
+def _are_of_a_kind(modules: list[nn.Module]) -> bool:
+    """Whether the classes have an ancestor of their own; nn.Module, that every class has, does not count."""
+    shared = set(type(modules[0]).__mro__).intersection(*(type(module).__mro__ for module in modules[1:]))
+    return any(kind.__module__.partition(".")[0] != "torch" and issubclass(kind, nn.Module) for kind in shared)
 
 
 def _is_composite(module: nn.Module) -> bool:

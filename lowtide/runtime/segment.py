@@ -80,6 +80,7 @@ class Call:
         "sources",
         "spot_check",
         "wanted",
+        "weights_may_move",
     )
 
     def __init__(self, name: str, function: Callable[..., Any], roots: tuple[nn.Module, ...] | None) -> None:
@@ -97,6 +98,7 @@ class Call:
         self.drops = False  # whether it saved anything that must be recomputed
         self.wanted: set[int] | None = None  # output leaves that later calls of the segment take
         self.on_replay: Callable[[], None] | None = None
+        self.weights_may_move: Callable[[], bool] | None = None  # asked where a weight is at another address
         self.complete = False  # False while it runs: a block may read its own saved tensors (rule 14)
         self.compared = True
         self.spot_check = False  # compare a few values of the last saved tensor, on the CPU
@@ -147,9 +149,7 @@ class Nesting(threading.local):
 class Segment:
     """Calls that are recomputed together. One is open a stack and thread; see Tracer."""
 
-    def __init__(
-        self, context: Context, accelerator: str | None, nesting: Nesting, *, early_stop: bool = True
-    ) -> None:
+    def __init__(self, context: Context, accelerator: str | None, nesting: Nesting, *, early_stop: bool = True) -> None:
         self.context = context
         self.accelerator = accelerator
         self.nesting = nesting

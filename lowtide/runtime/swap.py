@@ -72,5 +72,5 @@ def _generate(original: type[nn.Module], tracer: Tracer) -> type[nn.Module]:
 
     names = {key: getattr(original, key) for key in ("__module__", "__qualname__", "__doc__")}
     body = {**names, _MARK: original, "__call__": torch.compiler.disable(__call__), "__reduce_ex__": __reduce_ex__}
-    generated = type(original)(original.__name__, (original,), body)
+    generated: type[nn.Module] = type.__call__(type(original), original.__name__, (original,), body)
     return generated

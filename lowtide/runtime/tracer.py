@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._autograd import _saved_tensors_hooks_is_enabled  # pyright: ignore[reportAttributeAccessIssue]
+from torch._C._functorch import peek_interpreter_stack
 
 from lowtide.plan.schedule import FFN, KEPT, WHOLE
 from lowtide.runtime.context import Context, Provider, accelerator, default_generators
@@ -59,7 +61,9 @@ class Tracer:
         self.nesting = Nesting()
         self.active = True
 
-    def run(self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """``original(module, *args, **kwargs)``, treated as the schedule says."""
         unit = self.units.get(id(module))
         if unit is None or self._passes_through() or unit.module() is not module:
@@ -74,6 +78,7 @@ class Tracer:
         segment = self._segment_for(unit, leaves, args, kwargs)
         call = Call(unit.record.name, functools.partial(original, module), (module,))
         call.on_replay = unit.record.count_replay if unit.counts else unit.record.note_replay
+        call.weights_may_move = unit.record.has_hooks_around
         call.spot_check = self.ledger.measuring
         segment.record(call, arguments, leaves, self._generators(leaves))
         output = self._record(unit, segment, call, args, kwargs, leaves)
@@ -85,9 +90,9 @@ class Tracer:
             not torch.is_grad_enabled()
             or self.nesting.depth > 0
             or not self.active
-            or torch._C._functorch.peek_interpreter_stack() is not None
-            or not torch._C._autograd._saved_tensors_hooks_is_enabled()
-            or torch.jit.is_tracing()
+            or peek_interpreter_stack() is not None
+            or not _saved_tensors_hooks_is_enabled()
+            or torch._C._get_tracing_state() is not None
         )
 
     # ------------------------------------------------------------------ recording
@@ -159,8 +164,11 @@ class Tracer:
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        reason: str | None = None,
     ) -> Any:
         self.ledger.begin_kept_call(unit.record, args, kwargs)
+        if reason is not None:
+            self.ledger.keep_instead(unit.record, reason)
         hooks = self.ledger.keeping_hooks(unit.record)
         if hooks is None:
             return original(module, *args, **kwargs)
@@ -177,10 +185,9 @@ class Tracer:
         kwargs: dict[str, Any],
     ) -> Any:
         self.nesting.open.pop(unit.group, None)
-        self.ledger.keep_instead(unit.record, f"it is given a {kind}, which it may change unseen")
         self.nesting.depth += 1
         try:
-            return self._keep(unit, original, module, args, kwargs)
+            return self._keep(unit, original, module, args, kwargs, f"it is given a {kind}, which it may change unseen")
         finally:
             self.nesting.depth -= 1
 

@@ -68,9 +68,7 @@ def read_pixels(path: Path, size: tuple[int, int]) -> Tensor:
     return torch.from_numpy(np.array(fitted)).permute(2, 0, 1)[None].float() / 127.5 - 1
 
 
-def batches(
-    buckets: Sequence[tuple[int, int]], batch_size: int, seed: int, skip: int = 0
-) -> Iterator[tuple[int, ...]]:
+def batches(buckets: Sequence[tuple[int, int]], batch_size: int, seed: int, skip: int = 0) -> Iterator[tuple[int, ...]]:
     """Indices of the examples of one batch after another, without end; a batch has one size of picture.
 
     buckets: the size of every example. Each epoch holds every example once, in an order that depends only on ``seed``
@@ -84,9 +82,7 @@ def batches(
         epoch += 1
 
 
-def _epoch(
-    buckets: Sequence[tuple[int, int]], batch_size: int, random: np.random.Generator
-) -> list[tuple[int, ...]]:
+def _epoch(buckets: Sequence[tuple[int, int]], batch_size: int, random: np.random.Generator) -> list[tuple[int, ...]]:
     by_size: dict[tuple[int, int], list[int]] = {}
     for index in random.permutation(len(buckets)).tolist():
         by_size.setdefault(buckets[index], []).append(index)

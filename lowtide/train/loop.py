@@ -64,7 +64,10 @@ class Updater:
         self.noise = torch.Generator().manual_seed(keys.seed)
         self._optimizer = torch.optim.AdamW(parameters, lr=keys.learning_rate)
         self._scheduler = get_scheduler(
-            keys.lr_scheduler, self._optimizer, keys.lr_warmup_steps, num_training_steps=keys.max_train_steps
+            keys.lr_scheduler,
+            self._optimizer,
+            num_warmup_steps=keys.lr_warmup_steps,
+            num_training_steps=keys.max_train_steps,
         )
 
     def update(self) -> None:

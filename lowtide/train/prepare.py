@@ -71,8 +71,6 @@ def _plan(keys: TrainKeys, row: TrainRow, examples: list[Example]) -> CachePlan:
     return plan_cache(keys.cache, examples, prompt, identity, keys.resolution, row.pixel_multiple(keys.pipeline))
 
 
-def _opener(
-    keys: TrainKeys, row: TrainRow, device: torch.device, dtype: torch.dtype
-) -> Callable[[], Encoders]:
+def _opener(keys: TrainKeys, row: TrainRow, device: torch.device, dtype: torch.dtype) -> Callable[[], Encoders]:
     tokens = keys.tokenizer_max_length or row.text_tokens
     return lambda: row.open_encoders(keys.pipeline, device, dtype, tokens)

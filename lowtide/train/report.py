@@ -19,9 +19,11 @@ REPORT = "report.json"
 WEIGHTS = {"lora": "lora", "full": "transformer"}
 """Folder in ``output_dir`` for the trained weights, by ``model_type``."""
 _BAR_WIDTH = 10
-_LEGEND = """▶ is what ran. kept: activations that wait for backward. at most: those, and the largest piece
-that is recomputed at once. Weights, gradients and optimizer come on top, the same in every row.
-All rows learn exactly the same: less memory costs time, nothing else."""
+_LEGEND = (
+    "▶ is what ran. kept: activations that wait for backward. at most: those and the largest piece that is recomputed "
+    "at once. Weights, gradients and optimizer come on top, the same in every row. Every row learns exactly the same: "
+    "less memory costs time, nothing else."
+)
 
 
 def read_report(output: Path) -> dict[str, Any] | None:
@@ -91,7 +93,7 @@ def settings_table(report: Mapping[str, Any]) -> RenderableType:
     table.add_column("kept", justify="right")
     table.add_column("at most", justify="right")
     table.add_column("", no_wrap=True)
-    table.add_column("recomputed in backward")
+    table.add_column("blocks recomputed")
     for entry in settings:
         share = entry["most_bytes"] / most
         table.add_row(
@@ -102,7 +104,7 @@ def settings_table(report: Mapping[str, Any]) -> RenderableType:
             _recomputed(entry),
             style="bold" if entry["ran"] else None,
         )
-    return Group(table, Text(_LEGEND))
+    return Group(table, Text(_LEGEND), Text())
 
 
 def setting_name(keys: Mapping[str, Any]) -> str:
@@ -119,5 +121,5 @@ def setting_name(keys: Mapping[str, Any]) -> str:
 def _recomputed(entry: Mapping[str, Any]) -> str:
     if entry["scope"] is None:
         return "nothing"
-    unit = "feed-forwards" if entry["scope"] == "ffn" else "blocks"
-    return f"{entry['recomputed']} of {entry['blocks']} {unit}"
+    part = " (feed-forward)" if entry["scope"] == "ffn" else ""
+    return f"{entry['recomputed']} of {entry['blocks']}{part}"

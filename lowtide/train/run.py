@@ -9,7 +9,6 @@ import torch
 import lowtide
 from lowtide.handle import Handle, attach
 from lowtide.train.adapters import Everything, Lora, Trained
-from lowtide.train.cache import Cached
 from lowtide.train.config import TrainConfig, TrainKeys
 from lowtide.train.dataset import batches
 from lowtide.train.families.base import Denoiser

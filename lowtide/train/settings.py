@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-
 from lowtide import families
 from lowtide.controls import CheckpointConfig
 from lowtide.handle import schedule_for

@@ -6,15 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import FluxPipeline
 from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lowtide.measure.build import import_class
 from lowtide.train.families.base import Denoiser, Encoders, TrainRow
 from lowtide.train.loading import load_pipeline, read_config
+
+FluxPipeline = import_class("diffusers.FluxPipeline")
 
 _TRAIN_GUIDANCE = 1.0
 _SAMPLE_GUIDANCE = 3.5
@@ -22,7 +24,7 @@ _TEXT_PARTS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
 
 
 class FluxEncoders(Encoders):
-    def __init__(self, pipeline: FluxPipeline, text_tokens: int) -> None:
+    def __init__(self, pipeline: Any, text_tokens: int) -> None:
         self._pipeline = pipeline
         self._text_tokens = text_tokens
 
@@ -52,7 +54,7 @@ class FluxEncoders(Encoders):
 
 
 class FluxDenoiser(Denoiser):
-    def __init__(self, pipeline: FluxPipeline) -> None:
+    def __init__(self, pipeline: Any) -> None:
         self._pipeline = pipeline
         self.model = pipeline.transformer
 
@@ -99,7 +101,7 @@ class FluxDenoiser(Denoiser):
     def sample(self, text: Mapping[str, Tensor], size: tuple[int, int], steps: int, seed: int) -> Image.Image:
         pipeline = self._pipeline
         pipeline.set_progress_bar_config(disable=True)
-        device, dtype = self.model.device, self.model.dtype
+        device, dtype = pipeline.transformer.device, pipeline.transformer.dtype
         packed = pipeline(
             prompt_embeds=text["prompt"][None].to(device, dtype),
             pooled_prompt_embeds=text["pooled"][None].to(device, dtype),

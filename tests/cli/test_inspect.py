@@ -1,0 +1,140 @@
+"""``lowtide inspect``: which blocks a setting keeps, recomputes and puts as one."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+
+from lowtide import families
+
+
+def treatments(result: dict[str, Any]) -> dict[str, int]:
+    return dict(Counter(block["treatment"] for stack in result["stacks"] for block in stack["blocks"]))
+
+
+def test_feed_forwards_of_all_57_flux_blocks(lowtide_json: Callable[..., Any]) -> None:
+    result = lowtide_json("inspect", "flux1", "--backend", "torch-ffn")
+    assert treatments(result) == {"ffn": 57}
+    assert result["parameters"] == 11_901_408_320
+    assert result["scopes"] == ["torch", "torch-ffn"]
+    assert result["settings"] == {"backend": "torch-ffn", "interval": None, "segment_stride": None}
+
+
+def test_segments_and_gaps(lowtide_json: Callable[..., Any]) -> None:
+    result = lowtide_json("inspect", "flux.1", "--interval", "2", "--segment-stride", "4")
+    assert (result["model"], result["family"]) == ("Flux.1", "flux1")
+    double, single = result["stacks"]
+    assert (double["name"], double["depth"], double["found"]) == ("transformer_blocks", 19, False)
+    assert [block["segment"] for block in double["blocks"]][:7] == [0, 0, None, None, 1, 1, None]
+    assert double["blocks"][4] == {
+        "name": "transformer_blocks.4",
+        "index": 4,
+        "treatment": "whole",
+        "segment": 1,
+        "reason": None,
+    }
+    assert treatments({"stacks": [single]}) == {"whole": 20, "kept": 18}
+
+
+def test_no_backend_keeps_all(lowtide_json: Callable[..., Any]) -> None:
+    result = lowtide_json("inspect", "sana", "--size", "tiny", "--backend", "none")
+    assert set(treatments(result)) == {"kept"}
+    assert result["settings"]["backend"] is None
+
+
+def test_blocks_without_a_feed_forward_say_so(lowtide_json: Callable[..., Any]) -> None:
+    result = lowtide_json("inspect", "sdxl", "--size", "tiny", "--backend", "torch-ffn")
+    blocks = result["stacks"][0]["blocks"]
+    resnets = [block for block in blocks if ".resnets." in block["name"]]
+    assert resnets
+    assert {(block["treatment"], block["reason"]) for block in resnets} == {("kept", "no feed-forward")}
+    assert {block["treatment"] for block in blocks if block not in resnets} == {"ffn"}
+
+
+@pytest.mark.parametrize("family", [family.key for family in families.all_families()])
+def test_people_see_every_stack_of_every_family(lowtide: Callable[..., Any], family: str) -> None:
+    result = lowtide("inspect", family, "--interval", "2", "--size", "tiny")
+    assert result.exit_code == 0, result.stderr
+    for stack in families.find(family).stacks:
+        assert stack.name in result.stdout
+    assert "2 as one" in result.stdout
+    assert "found by structure" not in result.stdout
+
+
+def test_people_see_ranges(lowtide: Callable[..., Any]) -> None:
+    lines = lowtide("inspect", "flux1", "--interval", "2", "--segment-stride", "4").stdout.splitlines()
+    assert "With backend torch, interval 2, segment stride 4" in lines[1]
+    rows = [" ".join(line.split()) for line in lines]
+    assert "transformer_blocks 19 blocks" in rows
+    assert "0-1, 4-5 … 16-17 (10) recomputed, 2 as one" in rows
+    assert "2-3, 6-7 … 18 (9) kept" in rows
+
+
+@pytest.fixture
+def unknown_model(tmp_path: Path) -> Path:
+    """The folder of a model of a class that no family describes."""
+    model = diffusers.AuraFlowTransformer2DModel(
+        sample_size=8,
+        num_mmdit_layers=2,
+        num_single_dit_layers=3,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=16,
+        caption_projection_dim=16,
+        pos_embed_max_size=16,
+    )
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_an_unknown_model_shows_what_was_found(
+    lowtide: Callable[..., Any], lowtide_json: Callable[..., Any], unknown_model: Path
+) -> None:
+    result = lowtide_json("inspect", str(unknown_model), "--backend", "torch-ffn")
+    assert result["family"] is None
+    assert result["class"] == "diffusers.AuraFlowTransformer2DModel"
+    assert [(stack["name"], stack["depth"], stack["found"]) for stack in result["stacks"]] == [
+        ("joint_transformer_blocks", 2, True),
+        ("single_transformer_blocks", 3, True),
+    ]
+    assert treatments(result) == {"ffn": 5}
+    text = " ".join(lowtide("inspect", str(unknown_model)).stdout.split())
+    assert "No family describes this class: its block stacks were found by structure." in text
+    assert "joint_transformer_blocks: AuraFlowJointTransformerBlock feed-forward: ff, ff_context" in text
+
+
+def test_an_unknown_model_cannot_be_verified(lowtide: Callable[..., Any], unknown_model: Path) -> None:
+    result = lowtide("verify", str(unknown_model))
+    assert result.exit_code == 2
+    assert "AuraFlowTransformer2DModel, which no family describes" in " ".join(result.stderr.split())
+
+
+def test_the_scope_that_a_model_does_not_have(lowtide: Callable[..., Any], tmp_path: Path) -> None:
+    unet = diffusers.UNet2DModel(
+        sample_size=8,
+        block_out_channels=(8, 8),
+        layers_per_block=2,
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+        add_attention=False,
+    )
+    unet.save_config(tmp_path)
+    result = lowtide("inspect", str(tmp_path), "--backend", "torch-ffn")
+    assert result.exit_code == 2
+    assert "recomputes feed-forward sides" in result.stderr
+    assert "Backends that it can run: torch." in result.stderr
+
+
+def test_a_pipeline_folder_is_known_by_its_class(lowtide_json: Callable[..., Any], tmp_path: Path) -> None:
+    row = families.find("sana")
+    model = diffusers.SanaTransformer2DModel(**row.tiny.config)
+    model.save_config(tmp_path / "transformer")
+    (tmp_path / "model_index.json").write_text(json.dumps({"transformer": ["diffusers", "SanaTransformer2DModel"]}))
+    result = lowtide_json("inspect", str(tmp_path))
+    assert result["family"] == "sana"
+    assert result["stacks"][0]["found"] is False

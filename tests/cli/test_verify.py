@@ -1,0 +1,91 @@
+"""``lowtide verify``: the proof, its exit code, and that it can fail."""
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch import nn
+
+from lowtide import families
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "treatments", "settings"),
+    [
+        ("flux1", (), {"whole"}, ("torch", None, None)),
+        ("flux1", ("--interval", "2", "--segment-stride", "4"), {"whole", "kept"}, ("torch", 2, 4)),
+        ("flux1", ("--backend", "torch-ffn"), {"ffn"}, ("torch-ffn", None, None)),
+        ("z-image turbo", ("--backend", "none"), {"kept"}, (None, None, None)),
+    ],
+)
+def test_families_are_bit_identical(
+    lowtide_json: Callable[..., Any],
+    family: str,
+    options: tuple[str, ...],
+    treatments: set[str],
+    settings: tuple[Any, ...],
+) -> None:
+    result = lowtide_json("verify", family, *options)
+    assert result["same"] is True
+    assert result["differences"] == []
+    assert result["gradients"] > 0
+    assert tuple(result["settings"].values()) == settings
+    assert {block["treatment"] for block in result["receipt"]["blocks"]} == treatments
+    recomputed = sum(block["treatment"] != "kept" for block in result["receipt"]["blocks"])
+    assert result["receipt"]["totals"]["recompute_calls"] == recomputed
+
+
+def test_people_see_the_comparison_and_the_receipt(lowtide: Callable[..., Any]) -> None:
+    result = lowtide("verify", "flux1", "--interval", "2", "--segment-stride", "4")
+    assert result.exit_code == 0, result.stderr
+    rows = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert "outputs bit-identical" in rows
+    assert "gradients 324 of 324 bit-identical" in rows
+    assert any(row.startswith("0-1, 4-5 (4) recomputed, 2 as one 4 ") for row in rows)
+    assert any(row.startswith("2-3 (2) kept 0 ") for row in rows)
+    assert rows[-1] == "Same: loss, outputs and every gradient are bit-identical to a plain step."
+
+
+@pytest.fixture
+def a_model_that_drifts() -> Iterator[None]:
+    """Every call of an output norm gives something a little larger than the call before."""
+    calls = itertools.count(1)
+
+    def grow(module: nn.Module, args: Any, output: Any) -> Any:
+        return output * next(calls) if type(module).__name__ == "AdaLayerNormContinuous" else None
+
+    handle = torch.nn.modules.module.register_module_forward_hook(grow)
+    yield
+    handle.remove()
+
+
+@pytest.mark.usefixtures("a_model_that_drifts")
+def test_a_difference_is_named_and_fails(lowtide: Callable[..., Any]) -> None:
+    result = lowtide("verify", "flux1", "--json")
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    assert report["same"] is False
+    named = {difference["tensor"] for difference in report["differences"]}
+    assert {"loss", "output 0", "gradient of x_embedder.weight"} <= named
+    assert all(difference["max_abs"] > 0 for difference in report["differences"])
+
+
+@pytest.mark.usefixtures("a_model_that_drifts")
+def test_people_see_where_it_differs(lowtide: Callable[..., Any]) -> None:
+    result = lowtide("verify", "flux1")
+    assert result.exit_code == 1
+    assert "Different:" in result.stdout
+    assert "differs by up to" in result.stdout
+
+
+def test_the_model_of_a_folder(lowtide_json: Callable[..., Any], tmp_path: Any) -> None:
+    config = {**families.find("sana").tiny.config, "num_layers": 3}
+    diffusers.SanaTransformer2DModel(**config).save_pretrained(tmp_path)
+    result = lowtide_json("verify", str(tmp_path), "--interval", "2")
+    assert result["same"] is True
+    assert (result["family"], result["model"]) == ("sana", str(tmp_path))
+    assert [block["segment"] is not None for block in result["receipt"]["blocks"]] == [True] * 3
