@@ -1,9 +1,9 @@
 """Host cost of recomputation: microseconds of CPU work that each way adds to one block, forward and backward.
 
 Blocks are so small that arithmetic hardly counts; what is left is what a checkpoint does around a block. "Added" is
-the cost over plain; it contains the block's second forward, which every checkpoint pays. "/ torch adds" compares it with
-what torch's non-reentrant checkpoint adds, measured in the same rounds. Times are CPU time of this process with one
-thread (work of others on the machine counts only through shared caches); all rows take turns in every round; medians.
+the cost over plain; it contains the block's second forward, which every checkpoint pays. "/ torch adds" compares it
+with what torch's non-reentrant checkpoint adds, measured in the same rounds. Times are CPU time of this process with
+one thread (work of others on the machine counts only through shared caches); all rows take turns; medians.
 
 Run: python benchmarks/host_overhead.py [--rounds 200] [--save]
 """
@@ -69,7 +69,7 @@ class TinyStack(nn.Module):
 
 
 class FluxStack(nn.Module):
-    """``depth`` of diffusers' FluxTransformerBlock: 16 image and 8 text tokens of width 32, called as Flux calls them."""
+    """``depth`` of diffusers' FluxTransformerBlock, called as Flux does: 16 image and 8 text tokens of width 32."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
@@ -80,9 +80,7 @@ class FluxStack(nn.Module):
     def forward(self, call: Caller, x: torch.Tensor, text: torch.Tensor, *more: Any) -> torch.Tensor:
         temb, rotary = more
         for block in self.blocks:
-            text, x = call(
-                block, hidden_states=x, encoder_hidden_states=text, temb=temb, image_rotary_emb=rotary
-            )
+            text, x = call(block, hidden_states=x, encoder_hidden_states=text, temb=temb, image_rotary_emb=rotary)
         return x.sum() + text.sum()
 
 
@@ -127,7 +125,9 @@ def variants(stack: nn.Module) -> dict[str, tuple[nn.Module, Caller]]:
     return rows
 
 
-def measure(rows: dict[str, tuple[nn.Module, Caller]], inputs: tuple[Any, ...], rounds: int, depth: int) -> dict[str, float]:
+def measure(
+    rows: dict[str, tuple[nn.Module, Caller]], inputs: tuple[Any, ...], rounds: int, depth: int
+) -> dict[str, float]:
     """Median CPU time in µs of forward and backward, a block, of each row."""
     times_us: dict[str, list[float]] = {name: [] for name in rows}
     for _ in range(5):

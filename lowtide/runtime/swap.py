@@ -22,6 +22,7 @@ from lowtide.errors import ConfigError
 from lowtide.runtime.tracer import Tracer
 
 _MARK = "_lowtide_original"
+_TRACER = "_lowtide_tracer"
 
 
 def rebuild(original: type[nn.Module]) -> nn.Module:
@@ -29,15 +30,16 @@ def rebuild(original: type[nn.Module]) -> nn.Module:
     return original.__new__(original)
 
 
-def original_class(module: nn.Module) -> type[nn.Module] | None:
-    """The class a module had before it was intercepted; None where it is not intercepted."""
-    return getattr(type(module), _MARK, None)
+def is_attached(module: nn.Module) -> bool:
+    """Whether a handle intercepts the module. An inactive pass-through (rule 19) is in nobody's way."""
+    tracer: Tracer | None = getattr(type(module), _TRACER, None)
+    return tracer is not None and tracer.active
 
 
 def intercept(modules: Iterable[tuple[str, nn.Module]], tracer: Tracer) -> None:
     """Route every call of ``modules`` through ``tracer``. ConfigError where one is attached already."""
     modules = list(modules)
-    taken = [name for name, module in modules if original_class(module) is not None]
+    taken = [name for name, module in modules if is_attached(module)]
     if taken:
         raise ConfigError(
             f"{taken[0]} is attached already ({len(taken)} of {len(modules)} blocks are). Call `detach()` on the "
@@ -71,6 +73,7 @@ def _generate(original: type[nn.Module], tracer: Tracer) -> type[nn.Module]:
         return (rebuild, (original,), *reduced[2:])
 
     names = {key: getattr(original, key) for key in ("__module__", "__qualname__", "__doc__")}
-    body = {**names, _MARK: original, "__call__": torch.compiler.disable(__call__), "__reduce_ex__": __reduce_ex__}
+    body = {**names, _MARK: original, _TRACER: tracer, "__reduce_ex__": __reduce_ex__}
+    body["__call__"] = torch.compiler.disable(__call__)
     generated: type[nn.Module] = type.__call__(type(original), original.__name__, (original,), body)
     return generated

@@ -84,7 +84,7 @@ def test_what_dies_unused_is_not_held(traced):
 
 def test_predictions_by_hand(traced):
     statistics = 2 * ROWS * 4
-    # in, sin's argument = the last output, and a block: argument, norm's output, statistics, GELU's two, sigmoid's output
+    # a block: its argument, the norm's output and statistics, GELU's argument and output, the sigmoid's output
     block = TENSOR + TENSOR + statistics + 8 * TENSOR + TENSOR
     plain = 2 * TENSOR + 4 * block
     assert predict(traced, _schedule(keep_all(4))).held_bytes == plain

@@ -31,7 +31,9 @@ class Block(nn.Module):
 class Chain(nn.Module):
     """Blocks in a row, with ``glue(index, x)`` after each."""
 
-    def __init__(self, blocks: list[nn.Module], glue: Callable[[int, torch.Tensor], torch.Tensor] | None = None) -> None:
+    def __init__(
+        self, blocks: list[nn.Module], glue: Callable[[int, torch.Tensor], torch.Tensor] | None = None
+    ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
         self.glue = glue

@@ -93,8 +93,8 @@ def fsdp2_wraps_every_block_by_its_class_name() -> None:
         else:
             fsdp2_prepare_model(engine, model)
             handle = lowtide.attach(model, interval=2)
-        wrapped = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-        assert wrapped == ["", *(block.name for block in handle.receipt().blocks)]
+        wrapped = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+        assert {"", *(block.name for block in handle.receipt().blocks)} <= wrapped
         for _ in range(2):
             assert_equal(expected, step(model, KEY))
             assert_recomputed_as_scheduled(handle, interval=2)

@@ -1,0 +1,135 @@
+"""The engine on a CUDA card: device threads, streams and random state. Collected only where there is one."""
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import lowtide
+from lowtide import families
+from lowtide.measure.build import build_model
+from lowtide.measure.inputs import build_inputs
+from lowtide.measure.parity import loss_of
+from tests.runtime.toys import Block, Chain, step
+
+SETTINGS: list[dict[str, Any]] = [
+    {"backend": "torch"},
+    {"backend": "torch", "interval": 2},
+    {"backend": "torch", "interval": 2, "segment_stride": 4},
+    {"backend": "torch-ffn"},
+]
+
+
+def to_card(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.cuda()
+    if isinstance(value, dict):
+        return {key: to_card(item) for key, item in value.items()}
+    return type(value)(map(to_card, value)) if isinstance(value, (tuple, list)) else value
+
+
+def gradients(model: nn.Module, inputs: dict[str, Any], autocast: bool = False) -> dict[str, torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(3)
+    with torch.autocast("cuda", torch.bfloat16) if autocast else nullcontext():
+        output = model(**inputs)
+    loss_of(to_cpu(output)).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def to_cpu(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {key: to_cpu(item) for key, item in value.items()}
+    return type(value)(map(to_cpu, value)) if isinstance(value, (tuple, list)) else value
+
+
+@pytest.mark.parametrize("key", [family.key for family in families.all_families()])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradients_are_within_what_plain_runs_differ_by(key: str, autocast: bool) -> None:
+    family = families.find(key)
+    model = build_model(family, "tiny").cuda()
+    inputs = to_card(build_inputs(family.tiny, torch.float32))
+    plain = [gradients(model, inputs, autocast) for _ in range(4)]
+    spread = {
+        name: max(float((plain[0][name] - other[name]).abs().max()) for other in plain[1:]) for name in plain[0]
+    }
+    for setting in SETTINGS:
+        with lowtide.attach(model, **setting) as handle:
+            found = gradients(model, inputs, autocast)
+            totals = handle.receipt().totals
+        assert found.keys() == plain[0].keys()
+        for name, grad in found.items():
+            nearest = min(float((grad - other[name]).abs().max()) for other in plain)
+            assert nearest <= spread[name], (setting, name, nearest, spread[name])
+        treated = sum(block.treatment != "kept" for block in handle.receipt().blocks)
+        assert totals["recompute_calls"] == treated > 0
+
+
+@pytest.mark.parametrize("interval", [1, 2, 4])
+def test_dropout_and_glue_draw_the_same_numbers(interval: int) -> None:
+    torch.manual_seed(0)
+    glue = lambda index, x: x * (1 + torch.rand((), device="cuda"))  # noqa: E731
+    model = Chain([Block(dropout=0.4) for _ in range(4)], glue).cuda()
+    x = torch.randn(6, 16, device="cuda")
+    plain = step(model, lambda: model(x))
+    following = torch.rand(3, device="cuda")
+    with lowtide.attach(model, interval=interval) as handle:
+        ours = step(model, lambda: model(x))
+        assert torch.equal(torch.rand(3, device="cuda"), following)
+        assert handle.receipt().totals["recompute_calls"] == 4
+    for name, value in plain.items():
+        assert torch.equal(value, ours[name]), name  # type: ignore[arg-type]
+
+
+def test_peak_is_at_most_torchs_and_nothing_is_left() -> None:
+    torch.manual_seed(0)
+    ours = Chain([Block(1024) for _ in range(8)]).cuda()
+
+    class Checkpointed(Chain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)  # type: ignore[assignment]
+            return x
+
+    torchs = Checkpointed([copy.deepcopy(block) for block in ours.blocks])
+    x = torch.randn(8192, 1024, device="cuda")
+
+    def peak(model: nn.Module) -> int:
+        for _ in range(2):
+            model(x).sum().backward()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        model(x).sum().backward()
+        assert torch.cuda.memory_allocated() <= before + 2**20
+        return torch.cuda.max_memory_allocated() - before
+
+    reference = peak(torchs)
+    del torchs
+    peaks = {}
+    for interval in (1, 2, 4):
+        with lowtide.attach(ours, interval=interval):
+            peaks[interval] = peak(ours)
+    assert peaks[1] <= reference
+    assert peaks[1] < peaks[2] < peaks[4]
+
+
+def test_backward_on_a_side_stream() -> None:
+    torch.manual_seed(0)
+    model, x = Chain([Block(256) for _ in range(4)]).cuda(), torch.randn(512, 256, device="cuda")
+    plain = step(model, lambda: model(x))
+    stream = torch.cuda.Stream()
+    with lowtide.attach(model, interval=2):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            ours = step(model, lambda: model(x))
+        torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    for name, value in plain.items():
+        assert torch.equal(value, ours[name]), name  # type: ignore[arg-type]
