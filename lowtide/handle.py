@@ -66,6 +66,12 @@ class Handle:
                 "attached, but no block has been called with gradients on since: a compiled or replaced copy of the "
                 "model may be running, or the forward ran under no_grad"
             )
+        compiled = [record.name for record in self._ledger.records if record.in_compiled_code]
+        if compiled:  # rule 16
+            yield (
+                f"{len(compiled)} blocks ({compiled[0]} the first) were called from code under torch.compile, and ran "
+                "eagerly. Compile the blocks instead: `block.compile()`, or `model.compile_repeated_blocks()` in diffusers"
+            )
 
     def detach(self) -> None:
         """Restore the model exactly. Graphs that are still alive can be run backward."""

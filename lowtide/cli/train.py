@@ -57,18 +57,21 @@ def _trained(settings: TrainConfig) -> dict[str, Any] | None:
 
 def quiet_reporter() -> "Reporter":
     """Where a run tells how far it is; loads the libraries, and keeps them off the network and quiet."""
+    console = Console(stderr=True)
+    console.print("loading torch, diffusers and transformers", style="dim")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the libraries are imported, next
     from lowtide.train.loading import quiet_libraries
     from lowtide.train.progress import Reporter
 
     quiet_libraries()
-    return Reporter(Console(stderr=True))
+    return Reporter(console)
 
 
 def _ending(report: Mapping[str, Any], settings: TrainConfig) -> Iterator[RenderableType]:
     yield receipt_table(report["receipt"])
-    yield settings_table(report)
+    yield Text()
     yield from map(as_it_is, result_lines(report))
+    yield settings_table(report)
     if settings.keys.makes_pipeline:
         yield as_it_is(_YOUR_OWN)
 

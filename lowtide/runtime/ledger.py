@@ -37,6 +37,8 @@ class BlockRecord:
     reason: str | None = None
     forward_calls: int = 0
     recompute_calls: int = 0
+    in_compiled_code: bool = False
+    dropped: bool = False
 
     def count_replay(self) -> None:
         self.recompute_calls += 1
@@ -60,6 +62,7 @@ class BlockRecord:
     def reset(self) -> None:
         self.treatment, self.segment, self.reason = self.planned, None, self.planned_reason
         self.forward_calls = self.recompute_calls = 0
+        self.in_compiled_code = self.dropped = False
 
 
 class Storages:
@@ -109,6 +112,7 @@ class Ledger:
         self._measured: tuple[Any, ...] | None = None
         self._first: BlockRecord | None = None
         self._segments = 0
+        self._taking_in = False
         self._numbers: dict[str, int] = {}
 
     def add(self, name: str, stack: str, index: int, planned: str, reason: str | None = None) -> BlockRecord:
@@ -123,11 +127,13 @@ class Ledger:
         if self._first is None or self.backward_seen or (record is self._first and self._nothing_is_replayed()):
             self._open_window(record, leaves)
         record.forward_calls += 1
+        self._taking_in = True
 
     def begin_kept_call(self, record: BlockRecord, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """As begin_call, without flattening the arguments where no window opens."""
         opens = self._first is None or self.backward_seen or (record is self._first and self._nothing_is_replayed())
         self.begin_call(record, flatten_call(args, kwargs, opaque=True)[1] if opens else ())
+        self._taking_in = False
 
     def _nothing_is_replayed(self) -> bool:
         return all(other.planned == KEPT for other in self.records)
@@ -148,18 +154,20 @@ class Ledger:
     # ------------------------------------------------------------------ what happened
 
     def end_call(self, record: BlockRecord, segment: Segment, call: Call) -> None:
-        if not call.drops:
-            record.reason = "nothing in it needed a gradient"
-        elif record.planned == WHOLE:
+        record.dropped |= call.drops
+        record.reason = record.planned_reason if record.dropped else "nothing in it needed a gradient"
+        if call.drops and record.planned == WHOLE:
             if segment.label is None:
                 segment.label, self._segments = self._segments, self._segments + 1
             record.segment = segment.label
         if self.measuring and self.storages is not None:
             number = self._numbers[record.name]
             for external in segment.externals[segment.counted :]:
-                if external.tensor is not None and call.drops:
-                    self.storages.hold(number, external.tensor)
+                tensor = external.alive()  # packed by hooks outside, it is no longer in the external itself
+                if tensor is not None and call.drops:
+                    self.storages.hold(number, tensor)
             segment.counted = len(segment.externals)
+        self._taking_in = False
 
     def fall_back(self, record: BlockRecord, reason: str) -> None:
         self.fallbacks[record.name] = reason
@@ -188,7 +196,8 @@ class Ledger:
         pack_on, unpack_on = outer if outer is not None else (None, _same)
 
         def pack(tensor: torch.Tensor) -> tuple[Any, torch.Tensor | None, int]:
-            storages.hold(number, tensor)
+            if not self._taking_in:  # a segment's boundary: counted in end_call, if the segment drops anything
+                storages.hold(number, tensor)
             if pack_on is not None:
                 return pack_on(tensor), None, 0
             kept = tensor.detach()  # with its graph, a saved output would keep its own node alive for ever

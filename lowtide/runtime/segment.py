@@ -30,7 +30,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -109,6 +109,8 @@ class Call:
         """The saved-tensor hook of its forward. Runs once a saved tensor, so it does the least it can."""
         hold, note_facts, note_place = self.holders.append, self.facts.append, self.places.append
         watched = self.spot_check or self.debug
+        # Saved variables keep this hook alive: it must not keep a segment that drops nothing.
+        alive = cast("Callable[[], Segment]", weakref.ref(segment))
 
         def pack(tensor: torch.Tensor) -> PlaceHolder | Weight:
             address = tensor.data_ptr() if type(tensor) in PLAIN_TYPES else 0
@@ -119,7 +121,7 @@ class Call:
             if address in kept_addresses:
                 hold(nobody)
                 return Weight(tensor, self.name)
-            holder = PlaceHolder(segment)
+            holder = PlaceHolder(alive())
             hold(weakref.ref(holder))
             return holder
 

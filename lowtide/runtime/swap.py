@@ -5,7 +5,7 @@ exact class see the difference (attach last, or register the generated class the
 
 Rules (the numbering of segment.py goes on):
 15. One generated class an original class and handle. FSDP2 wraps by class, compile makes one graph a class.
-16. The interceptor is closed to dynamo: under torch.compile(model) the blocks run eagerly.
+16. The interceptor is closed to dynamo: under torch.compile(model) the blocks run eagerly, and the receipt says so.
 17. No metaclass tricks: FSDP2's class cache would bypass the engine.
 18. Pickles and deep copies come back as the original class, un-attached.
 19. Putting the class back happens only where the class is still ours; otherwise an inactive pass-through stays.
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from lowtide.errors import ConfigError
 from lowtide.runtime.tracer import Tracer
@@ -61,10 +62,15 @@ def release(modules: Iterable[nn.Module]) -> None:
 
 
 def _generate(original: type[nn.Module], tracer: Tracer) -> type[nn.Module]:
-    call_original = original.__call__
+    from torch._dynamo.decorators import skip  # late: it takes a second to import
 
+    call_original = original.__call__
+    run_eagerly = torch.compiler.disable(tracer.run_eagerly)
+
+    @skip  # rule 16; what it calls is closed by run_eagerly, which costs more, so only where somebody compiles
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return tracer.run(call_original, self, args, kwargs)
+        run = tracer.run if get_eval_frame_callback() is None else run_eagerly
+        return run(call_original, self, args, kwargs)
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         reduced = original.__reduce_ex__(self, protocol)
@@ -73,7 +79,6 @@ def _generate(original: type[nn.Module], tracer: Tracer) -> type[nn.Module]:
         return (rebuild, (original,), *reduced[2:])
 
     names = {key: getattr(original, key) for key in ("__module__", "__qualname__", "__doc__")}
-    body = {**names, _MARK: original, _TRACER: tracer, "__reduce_ex__": __reduce_ex__}
-    body["__call__"] = torch.compiler.disable(__call__)
+    body = {**names, _MARK: original, _TRACER: tracer, "__call__": __call__, "__reduce_ex__": __reduce_ex__}
     generated: type[nn.Module] = type.__call__(type(original), original.__name__, (original,), body)
     return generated

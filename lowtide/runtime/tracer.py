@@ -85,6 +85,16 @@ class Tracer:
         self.ledger.end_call(unit.record, segment, call)
         return output
 
+    def run_eagerly(
+        self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """``run`` for a call from compiled code, which ends before the module and goes on after it (rule 16)."""
+        output = self.run(original, module, args, kwargs)
+        unit = self.units.get(id(module))
+        if unit is not None:
+            unit.record.in_compiled_code = True
+        return output
+
     def _passes_through(self) -> bool:
         return (
             not torch.is_grad_enabled()

@@ -91,13 +91,13 @@ _FOLDER = "path of a folder"
 class TrainKeys(Keys):
     """The keys of the trainer, without those of checkpointing. Names are SimpleTuner's."""
 
-    model_family: Annotated[str, BeforeValidator(_Trainable())] = Field(
-        default="", description="What kind of model is trained. Required."
+    model_family: Annotated[str | None, BeforeValidator(_Trainable())] = Field(
+        default=None, description="What kind of model is trained. Required."
     )
     pretrained_model_name_or_path: Annotated[
-        str, BeforeValidator(Text(f"{_FOLDER} as diffusers saves a pipeline, or {QUICKSTART}"))
+        str | None, BeforeValidator(Text(f"{_FOLDER} as diffusers saves a pipeline, or {QUICKSTART}"))
     ] = Field(
-        default="",
+        default=None,
         description="The pipeline to train, on this machine; nothing is downloaded. `quickstart`: a small one with "
         "random weights is made in the cache folder. Required.",
     )
@@ -111,8 +111,8 @@ class TrainKeys(Keys):
     lora_alpha: Annotated[float | None, BeforeValidator(Number())] = Field(
         default=None, description="The adapter is scaled by alpha / rank. Unset: alpha is the rank."
     )
-    data_dir: Annotated[str, BeforeValidator(Text(_FOLDER))] = Field(
-        default="",
+    data_dir: Annotated[str | None, BeforeValidator(Text(_FOLDER))] = Field(
+        default=None,
         description="Folder of pictures, each with its caption beside it in a .txt file of the same name. Required.",
     )
     cache_dir: Annotated[str | None, BeforeValidator(Text(_FOLDER))] = Field(
@@ -164,6 +164,10 @@ class TrainKeys(Keys):
     validation_num_inference_steps: _Count = Field(default=20, description="Denoising steps of the sample.")
 
     @property
+    def family(self) -> str:
+        return self.model_family or ""
+
+    @property
     def output(self) -> Path:
         return Path(self.output_dir).expanduser()
 
@@ -173,7 +177,7 @@ class TrainKeys(Keys):
 
     @property
     def data(self) -> Path:
-        return Path(self.data_dir).expanduser()
+        return Path(self.data_dir or "").expanduser()
 
     @property
     def makes_pipeline(self) -> bool:
@@ -184,7 +188,7 @@ class TrainKeys(Keys):
         """The folder of the pipeline; of the small one, where it is made."""
         if self.makes_pipeline:
             return self.cache / "quickstart-pipeline"
-        return Path(self.pretrained_model_name_or_path).expanduser()
+        return Path(self.pretrained_model_name_or_path or "").expanduser()
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def prepare(config: TrainConfig, reporter: Reporter) -> Prepared:
     where the disk failed.
     """
     keys = config.keys
-    row = train_row(keys.model_family)
+    row = train_row(keys.family)
     examples = read_folder(keys.data)
     if keys.makes_pipeline and not keys.pipeline.is_dir():
         _make_small_pipeline(keys.pipeline, examples, keys.resolution, reporter)

@@ -27,7 +27,7 @@ class Reporter:
     def track(self, title: str, items: Sequence[_T]) -> Iterable[_T]:
         """Yields ``items``, and says how many there were and how long they took."""
         start = time.perf_counter()
-        with self._bar(title, len(items), TimeRemainingColumn()) as bar:
+        with self._bar(title, len(items), TimeRemainingColumn(), transient=True) as bar:
             for item in items:
                 yield item
                 bar.advance(bar.task_ids[0])
@@ -40,10 +40,12 @@ class Reporter:
             bar.update(bar.task_ids[0], completed=done)
             yield StepBar(self, bar, total)
 
-    def _bar(self, title: str, total: int, *columns: TextColumn | TimeRemainingColumn) -> Progress:
+    def _bar(
+        self, title: str, total: int, *columns: TextColumn | TimeRemainingColumn, transient: bool = False
+    ) -> Progress:
         bar = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *columns,
-            console=self.console, disable=not self.console.is_terminal,
+            console=self.console, disable=not self.console.is_terminal, transient=transient,
         )  # fmt: skip
         bar.add_task(title, total=total, loss="–", pace="–", memory="–")
         return bar

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE
+from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -18,11 +18,12 @@ from lowtide.units import format_bytes
 REPORT = "report.json"
 WEIGHTS = {"lora": "lora", "full": "transformer"}
 """Folder in ``output_dir`` for the trained weights, by ``model_type``."""
-_BAR_WIDTH = 10
+_BAR_WIDTH = 6
+_TITLE = "What each setting does with this model and batch"
 _LEGEND = (
-    "▶ is what ran. kept: activations that wait for backward. at most: those and the largest piece that is recomputed "
-    "at once. Weights, gradients and optimizer come on top, the same in every row. Every row learns exactly the same: "
-    "less memory costs time, nothing else."
+    "▶ ran here. kept: activations that wait for backward. at most: those and the largest piece that is recomputed at "
+    "once. (ffn): only the feed-forward side of the blocks. Weights, gradients and optimizer come on top, the same in "
+    "every row. Every row learns exactly the same; less memory costs time, nothing else."
 )
 
 
@@ -88,12 +89,12 @@ def settings_table(report: Mapping[str, Any]) -> RenderableType:
     if settings is None:
         return "No table of settings: a forward without checkpointing does not fit in this device's memory."
     most = max(entry["most_bytes"] for entry in settings)
-    table = Table(title="What each setting does with this model and batch", title_justify="left", box=SIMPLE)
+    table = Table(title=_TITLE, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("setting", no_wrap=True)
-    table.add_column("kept", justify="right")
-    table.add_column("at most", justify="right")
+    for name in ("kept", "at most"):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
-    table.add_column("blocks recomputed")
+    table.add_column("recomputed", no_wrap=True)
     for entry in settings:
         share = entry["most_bytes"] / most
         table.add_row(
@@ -104,7 +105,7 @@ def settings_table(report: Mapping[str, Any]) -> RenderableType:
             _recomputed(entry),
             style="bold" if entry["ran"] else None,
         )
-    return Group(table, Text(_LEGEND), Text())
+    return Group(Text(), table, Text(_LEGEND))
 
 
 def setting_name(keys: Mapping[str, Any]) -> str:
@@ -121,5 +122,5 @@ def setting_name(keys: Mapping[str, Any]) -> str:
 def _recomputed(entry: Mapping[str, Any]) -> str:
     if entry["scope"] is None:
         return "nothing"
-    part = " (feed-forward)" if entry["scope"] == "ffn" else ""
-    return f"{entry['recomputed']} of {entry['blocks']}{part}"
+    unit = "(ffn)" if entry["scope"] == "ffn" else "blocks"
+    return f"{entry['recomputed']} of {entry['blocks']} {unit}"

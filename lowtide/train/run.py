@@ -61,7 +61,7 @@ def run(config: TrainConfig, reporter: Reporter) -> dict[str, Any] | None:
         state.loss_before = session.fixed_loss()
         _sample(session, BEFORE)
     arguments = config.checkpointing.attach_arguments()
-    with attach(session.denoiser.model, family=config.keys.model_family, **arguments) as handle:
+    with attach(session.denoiser.model, family=config.keys.family, **arguments) as handle:
         _train(session, handle, reporter)
         blocks = recomputed_blocks(handle.stacks, handle.schedule)
     if state.step < config.keys.max_train_steps:
@@ -96,8 +96,7 @@ def _fixed_batches(prepared: Prepared) -> list[Batch]:
 
 def _sample(session: Session, name: str) -> None:
     if not session.keys.validation_disable:
-        with autocast(session.keys, session.prepared.device):
-            write_sample(session.denoiser, session.prepared.cached, session.keys, name)
+        write_sample(session.denoiser, session.prepared.cached, session.keys, name)
 
 
 def _train(session: Session, handle: Handle, reporter: Reporter) -> None:
@@ -158,9 +157,7 @@ def _settings(session: Session) -> list[dict[str, Any]] | None:
     noised = random_noise(session.denoiser, batch.latents, torch.Generator().manual_seed(keys.seed))
     try:
         with autocast(keys, session.prepared.device):
-            return compare_settings(
-                session.denoiser, keys.model_family, noised, batch, session.prepared.config.checkpointing
-            )
+            return compare_settings(session.denoiser, keys.family, noised, batch, session.prepared.config.checkpointing)
     except torch.OutOfMemoryError:
         return None
 

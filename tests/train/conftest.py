@@ -5,11 +5,13 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
+from safetensors.torch import load_file
 
 from lowtide.train.config import TrainConfig
 from lowtide.train.loop import StepDone
@@ -112,7 +114,15 @@ def config_file(tmp_path: Path, flat: dict[str, Any]) -> Callable[..., Path]:
     return write
 
 
-@pytest.fixture
+@dataclass(frozen=True)
+class Numbers:
+    """What a run computed: the loss of every step, and the LoRA that came out, bit by bit."""
+
+    losses: list[float]
+    lora: dict[str, list[float]]
+
+
+@pytest.fixture(scope="session")
 def losses() -> Callable[[Path], list[float]]:
     """The loss of every step that a run's metrics hold; the steps must be 1, 2, 3 …"""
 
@@ -122,6 +132,26 @@ def losses() -> Callable[[Path], list[float]]:
         return [entry["loss"] for entry in entries]
 
     return read
+
+
+@pytest.fixture(scope="session")
+def numbers(losses: Callable[[Path], list[float]]) -> Callable[[Path], Numbers]:
+    """What the finished run in a folder computed; two runs can be compared with ==."""
+
+    def read(output: Path) -> Numbers:
+        weights = load_file(output / "lora" / "pytorch_lora_weights.safetensors")
+        return Numbers(losses(output), {name: tensor.flatten().tolist() for name, tensor in weights.items()})
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def whole(cache_dir: Path, tmp_path_factory: pytest.TempPathFactory, numbers: Callable[[Path], Numbers]) -> Numbers:
+    """What five steps compute that nothing stops."""
+    output = tmp_path_factory.mktemp("whole")
+    flat = {**SMALL, "cache_dir": str(cache_dir), "output_dir": str(output), "max_train_steps": 5}
+    assert run(TrainConfig.from_flat(flat), Telling()) is not None
+    return numbers(output)
 
 
 @pytest.fixture

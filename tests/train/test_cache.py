@@ -96,7 +96,7 @@ def test_latents_and_embeddings_are_the_encoders_own(prepared: Prepared, pipelin
 
 def test_a_bad_picture_is_found_before_anything_is_written(own: dict[str, Any], photos: Path) -> None:
     (photos / "cat.jpg").write_bytes(b"no picture")
-    with pytest.raises(ConfigError, match="cat.jpg cannot be read as a picture"):
+    with pytest.raises(ConfigError, match=r"cat\.jpg cannot be read as a picture"):
         made(own)
     assert not Path(own["cache_dir"]).exists() and not Path(own["output_dir"]).exists()
 

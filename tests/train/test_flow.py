@@ -92,7 +92,7 @@ def test_arguments_and_velocity_are_those_of_the_pipeline(prepared: Prepared, de
     from diffusers import FluxPipeline
 
     packed = FluxPipeline._pack_latents(latents, *latents.shape)
-    pipe, theirs, output = pipeline_call(prepared, size, latents=packed, num_inference_steps=1)
+    _, theirs, output = pipeline_call(prepared, size, latents=packed, num_inference_steps=1)
     text = {name: tensor[None] for name, tensor in prepared.cached.load_text(1).items()}
     sigmas = theirs["timestep"]
     ours = denoiser.arguments(latents, sigmas, text)
@@ -136,5 +136,3 @@ def test_lora_goes_on_attention_and_feed_forward_of_every_block(denoiser: Denois
         "norm_out.linear",
         "proj_out",
     }
-
-

@@ -70,7 +70,7 @@ def test_a_stock_pipeline_loads_the_lora(train: Train, output: Path, pipeline_di
         assert torch.equal(tensor, weights["transformer." + name.replace(".default_0", "")]), name
 
 
-def test_checkpointing_changes_no_number(train: Train, output: Path, losses: Callable[[Path], list[float]]) -> None:
+def test_checkpointing_changes_no_number(train: Train, output: Path, numbers: Callable[[Path], Any]) -> None:
     runs = {}
     for name, keys in {
         "2/4": {},
@@ -80,7 +80,7 @@ def test_checkpointing_changes_no_number(train: Train, output: Path, losses: Cal
     }.items():
         report = train(output_dir=str(output / name), **keys)
         assert report is not None
-        runs[name] = (losses(output / name), (output / name / "lora" / "pytorch_lora_weights.safetensors").read_bytes())
+        runs[name] = numbers(output / name)
     assert runs["off"] == runs["2/4"] == runs["ffn"]
 
 
@@ -112,8 +112,11 @@ def test_accumulated_steps(train: Train, output: Path) -> None:
 
 
 def test_bfloat16(train: Train, output: Path) -> None:
-    report = train(mixed_precision="bf16", max_train_steps=2)
+    report = train(
+        mixed_precision="bf16", max_train_steps=2, validation_disable=False, validation_num_inference_steps=1
+    )
     assert report is not None
+    assert (output / "sample-before-after.png").is_file()
     assert report["recomputed_blocks"]["as_expected"]
     weights = load_file(output / "lora" / "pytorch_lora_weights.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
@@ -135,8 +138,9 @@ def test_memory_does_not_grow_with_the_steps(train: Train) -> None:
     tensors: dict[int, int] = {}
 
     def count(done: StepDone) -> None:
-        gc.collect()
-        tensors[done.step] = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+        if done.step in (3, 6):
+            gc.collect()
+            tensors[done.step] = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
-    train(count, max_train_steps=8, checkpoint_step_interval=100)
-    assert tensors[8] <= tensors[4]
+    train(count, max_train_steps=6, checkpoint_step_interval=100)
+    assert tensors[6] <= tensors[3]

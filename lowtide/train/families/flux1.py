@@ -102,6 +102,7 @@ class FluxDenoiser(Denoiser):
         pipeline = self._pipeline
         pipeline.set_progress_bar_config(disable=True)
         device, dtype = pipeline.transformer.device, pipeline.transformer.dtype
+        pipeline.vae.to(device)  # the pipeline takes its first part's device for its own
         packed = pipeline(
             prompt_embeds=text["prompt"][None].to(device, dtype),
             pooled_prompt_embeds=text["pooled"][None].to(device, dtype),
@@ -112,8 +113,13 @@ class FluxDenoiser(Denoiser):
             generator=torch.Generator().manual_seed(seed),
             output_type="latent",
         ).images
-        latents = FluxPipeline._unpack_latents(packed.float().cpu(), size[1], size[0], pipeline.vae_scale_factor)
-        vae = pipeline.vae
+        picture = self._decoded(packed.float(), size)
+        pipeline.vae.to("cpu")
+        return picture
+
+    def _decoded(self, packed: Tensor, size: tuple[int, int]) -> Image.Image:
+        pipeline, vae = self._pipeline, self._pipeline.vae
+        latents = FluxPipeline._unpack_latents(packed, size[1], size[0], pipeline.vae_scale_factor)
         pixels = vae.decode(latents / vae.config.scaling_factor + vae.config.shift_factor, return_dict=False)[0]
         return pipeline.image_processor.postprocess(pixels, output_type="pil")[0]
 
