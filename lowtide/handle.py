@@ -69,8 +69,9 @@ class Handle:
         compiled = [record.name for record in self._ledger.records if record.in_compiled_code]
         if compiled:  # rule 16
             yield (
-                f"{len(compiled)} blocks ({compiled[0]} the first) were called from code under torch.compile, and ran "
-                "eagerly. Compile the blocks instead: `block.compile()`, or `model.compile_repeated_blocks()` in diffusers"
+                f"{len(compiled)} blocks ({compiled[0]} the first) were called from code under torch.compile, and what "
+                "is recomputed of them ran eagerly. Use whole blocks and compile those: `block.compile()`, or "
+                "`model.compile_repeated_blocks()` in diffusers"
             )
 
     def detach(self) -> None:

@@ -17,15 +17,31 @@ PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 
 
 class PlaceHolder:
-    """Stands for one saved tensor; owns its segment and, once replayed, the value (rules 1 and 2 in segment.py)."""
+    """Stands for one saved tensor; owns its segment and, once replayed, the value (rules 1 and 2 in segment.py).
 
-    __slots__ = ("__weakref__", "segment", "value")
+    The value is handed out once: kept until autograd releases the node, it would outlive its use by a whole operation.
+    """
+
+    __slots__ = ("__weakref__", "handed_out", "segment", "value")
 
     def __init__(self, segment: "Segment") -> None:
         self.segment = segment
         self.value: torch.Tensor | None = None
+        self.handed_out: Callable[[], torch.Tensor | None] = nobody
 
-    def fetch(self) -> torch.Tensor:
+    def take(self) -> torch.Tensor:
+        value = self.value
+        if value is None and (value := self._still_in_use()) is None:
+            value = self._recomputed()
+        self.value = None
+        self.handed_out = weakref.ref(value)
+        return value
+
+    def _still_in_use(self) -> torch.Tensor | None:
+        """What an autograd function that reads its saved tensors twice holds from the first time."""
+        return self.handed_out()
+
+    def _recomputed(self) -> torch.Tensor:
         self.segment.replay()
         if self.value is None:
             raise ReplayError("a saved tensor was read after its segment had been recomputed without it; please report")
@@ -36,12 +52,11 @@ class Weight:
     """Stands for a weight that a region saved: kept as it is, since it costs nothing. Checked as autograd would."""
 
     __slots__ = ("name", "tensor", "version")
-    value = None
 
     def __init__(self, tensor: torch.Tensor, name: str) -> None:
         self.tensor, self.version, self.name = tensor.detach(), tensor._version, name
 
-    def fetch(self) -> torch.Tensor:
+    def take(self) -> torch.Tensor:
         if self.tensor._version != self.version:
             raise ReplayError(f"a weight of {self.name} was modified by an inplace operation before its backward")
         return self.tensor
@@ -49,8 +64,7 @@ class Weight:
 
 def unpack(holder: PlaceHolder | Weight) -> torch.Tensor:
     """Saved-tensor hook: the tensor behind a place-holder, recomputed on the first read of its segment."""
-    value = holder.value
-    return holder.fetch() if value is None else value
+    return holder.take()
 
 
 def nobody() -> None:

@@ -5,8 +5,8 @@ place-holders; the first one that backward reads replays the segment's calls, in
 first ran in, and every place-holder gets its tensor. The autograd graph is never cut: only saved values are recomputed.
 
 Rules, each found by breaking an experiment (docs/engine.md tells users what follows from them):
- 1. A place-holder owns its recomputed value; the segment holds its place-holders weakly. Otherwise a whole replay
-    stays alive as long as the segment does.
+ 1. A place-holder owns its recomputed value until autograd takes it; the segment holds its place-holders weakly.
+    Otherwise a whole replay stays alive as long as the segment does. A graph that is kept is recomputed again.
  2. The engine holds the open segment weakly; place-holders own it. Otherwise the last one outlives backward.
  3. Externals are held detached, with their requires_grad flag and a weak reference for identity. Otherwise a tensor
     made from the segment's own outputs closes a cycle through C++ that no collector can see.

@@ -24,6 +24,7 @@ from lowtide.runtime.tracer import Tracer
 
 _MARK = "_lowtide_original"
 _TRACER = "_lowtide_tracer"
+_WHY_CLOSED = "lowtide records and recomputes this module outside compiled code; compile the blocks themselves instead"
 
 
 def rebuild(original: type[nn.Module]) -> nn.Module:
@@ -71,6 +72,8 @@ def _generate(original: type[nn.Module], tracer: Tracer) -> type[nn.Module]:
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = tracer.run if get_eval_frame_callback() is None else run_eagerly
         return run(call_original, self, args, kwargs)
+
+    vars(__call__)["_torchdynamo_disable_msg"] = _WHY_CLOSED
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         reduced = original.__reduce_ex__(self, protocol)

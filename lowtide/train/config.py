@@ -10,7 +10,18 @@ from pydantic import BeforeValidator, Field
 
 from lowtide.controls import CheckpointConfig
 from lowtide.errors import ConfigError
-from lowtide.keys import Choice, Keys, Switch, WholeNumber, boolean_of, did_you_mean, key_of, read_flat_json, shown
+from lowtide.keys import (
+    Choice,
+    Keys,
+    Switch,
+    WholeNumber,
+    boolean_of,
+    did_you_mean,
+    is_unset,
+    key_of,
+    read_flat_json,
+    shown,
+)
 from lowtide.train.families import TRAINABLE, trainable_key
 
 QUICKSTART = "quickstart"
@@ -208,7 +219,7 @@ class TrainConfig:
         for key in given:
             if key not in (*train, *controls):
                 raise ConfigError(f"unknown key {key!r}.{did_you_mean(key, (*train, *controls))} {_SEE}")
-        missing = [key for key in _REQUIRED if not given.get(key)]
+        missing = [key for key in _REQUIRED if is_unset(given.get(key))]
         if missing:
             raise ConfigError(f"missing: {', '.join(missing)}. {_SEE}")
         return cls(

@@ -1,8 +1,11 @@
 """Peak memory over forward and backward (rules 1 to 3), and what a receipt says of bytes."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
@@ -97,3 +100,25 @@ def test_bytes_are_counted_again_when_shapes_change() -> None:
         small = handle.receipt().totals["kept_bytes"]
         model(torch.randn(128, 64)).sum().backward()
         assert handle.receipt().totals["kept_bytes"] == 2 * small
+
+
+def test_recomputed_value_is_gone_before_its_node_is_left() -> None:
+    """Autograd reduces a bias gradient after the node has run and before it releases what the node saved."""
+    alive: list[bool] = []
+
+    class Watches(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x.exp())
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            (value,) = ctx.saved_tensors
+            storage = StorageWeakRef(value.untyped_storage())
+            del value
+            alive.append(not storage.expired())
+            return grad
+
+    lowtide.checkpoint(lambda x: Watches.apply(x), torch.randn(4, requires_grad=True)).sum().backward()
+    assert alive == [False]

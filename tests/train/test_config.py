@@ -50,6 +50,8 @@ def test_a_mistake_is_named(key: str, value: Any, message: str) -> None:
 def test_required_keys(key: str) -> None:
     with pytest.raises(ConfigError, match=f"missing: {key}"):
         TrainConfig.from_flat({name: value for name, value in MINIMAL.items() if name != key})
+    with pytest.raises(ConfigError, match=f"missing: {key}"):
+        TrainConfig.from_flat({**MINIMAL, key: "none"})
 
 
 def test_text_from_the_command_line_means_the_same_as_json() -> None:
