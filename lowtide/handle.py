@@ -66,6 +66,11 @@ class Handle:
                 "attached, but no block has been called with gradients on since: a compiled or replaced copy of the "
                 "model may be running, or the forward ran under no_grad"
             )
+        if any(module.__dict__.get("gradient_checkpointing") is True for module in self._model_modules()):
+            yield (
+                "the model's own gradient checkpointing is on as well, so blocks are recomputed by both: call "
+                "`model.disable_gradient_checkpointing()`"
+            )
         compiled = [record.name for record in self._ledger.records if record.in_compiled_code]
         if compiled:  # rule 16
             yield (
@@ -73,6 +78,10 @@ class Handle:
                 "is recomputed of them ran eagerly. Use whole blocks and compile those: `block.compile()`, or "
                 "`model.compile_repeated_blocks()` in diffusers"
             )
+
+    def _model_modules(self) -> Iterator[nn.Module]:
+        model = self._ledger.model()
+        return iter(()) if model is None else model.modules()
 
     def detach(self) -> None:
         """Restore the model exactly. Graphs that are still alive can be run backward."""
@@ -113,6 +122,7 @@ def attach(
     if unknown:
         CheckpointConfig(**unknown)  # raises the error that names the nearest key
         raise ConfigError(f"attach() does not take {', '.join(unknown)}")
+    _check_own_switch(model)
     root, rows = _rows_for(model, family)
     stacks = resolve(root, rows)
     if schedule is not None:
@@ -147,6 +157,16 @@ def _rows_for(model: nn.Module, family: str | None) -> tuple[nn.Module, tuple[St
 
 def _inner(model: nn.Module, class_name: str) -> nn.Module | None:
     return next((m for m in model.modules() if class_name in {kind.__name__ for kind in type(m).__mro__}), None)
+
+
+def _check_own_switch(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        by_hand = module.__dict__.get("_gradient_checkpointing_func", module) is None
+        if by_hand and module.__dict__.get("gradient_checkpointing") is True:
+            raise ConfigError(
+                f"{name or type(module).__name__}.gradient_checkpointing was set to True by hand, so the model's own "
+                "forward would fail. Set it to False; lowtide does not need it."
+            )
 
 
 def _check_exclusive(backend: str | None, interval: int | None, segment_stride: int | None) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C._autograd import _saved_tensors_hooks_is_enabled  # pyright: ignore[reportAttributeAccessIssue]
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from lowtide.attention_backend import has_own_state, providers
 from lowtide.errors import ConfigError
@@ -42,6 +43,19 @@ def checkpoint(
     Raises ConfigError for a wrong keyword; ReplayError in backward where the recomputation differs from the forward.
     """
     _check_options(backend, use_reentrant, determinism_check)
+    if get_eval_frame_callback() is not None:  # called from compiled code: run eagerly, as the recomputation will
+        return _eager_checkpoint()(
+            function,
+            *args,
+            backend=backend,
+            use_reentrant=use_reentrant,
+            preserve_rng_state=preserve_rng_state,
+            context_fn=context_fn,
+            determinism_check=determinism_check,
+            debug=debug,
+            early_stop=early_stop,
+            **kwargs,
+        )
     if not torch.is_grad_enabled() or not _saved_tensors_hooks_is_enabled():
         return function(*args, **kwargs)
     forward_context, replay_context = context_fn() if context_fn is not None else (None, None)
@@ -56,6 +70,14 @@ def checkpoint(
     generators = [*default_generators(kind, devices), *leaves.generators] if preserve_rng_state else []
     segment.record(call, arguments, leaves, generators)
     return segment.run(call, (function, *args), kwargs, leaves, register_outputs=False)
+
+
+checkpoint.__dict__["_torchdynamo_disable"] = True  # dynamo calls it instead of looking inside
+
+
+@functools.cache
+def _eager_checkpoint() -> Callable[..., Any]:
+    return torch.compiler.disable(checkpoint)
 
 
 @functools.cache

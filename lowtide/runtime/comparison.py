@@ -6,16 +6,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide.errors import ReplayError
-from lowtide.runtime.placeholder import PLAIN_TYPES, address_of
+from lowtide.runtime.placeholder import PLAIN_TYPES
 
 if TYPE_CHECKING:
     from lowtide.runtime.segment import Call
 
 _SAMPLES = 4
-
-
-def facts_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device
 
 
 def sample_of(tensor: torch.Tensor | None, any_device: bool = False) -> list[float] | None:
@@ -38,7 +34,7 @@ def compare(call: "Call", values: list[torch.Tensor], extra: int, weights: set[i
     count = len(values) + (extra if call.complete else 0)
     if count != len(call.facts):
         raise _mismatch(call, f"it saved {len(call.facts)} tensors in forward and {count} on recomputation")
-    facts = [facts_of(value) for value in values]
+    facts = [(value.shape, value.dtype, value.device) for value in values]
     if facts != call.facts:
         number = next(i for i, (old, new) in enumerate(zip(call.facts, facts, strict=True)) if old != new)
         was, now = _told(call.facts[number]), _told(facts[number])
@@ -53,7 +49,7 @@ def compare(call: "Call", values: list[torch.Tensor], extra: int, weights: set[i
 
 def _compare_weights(call: "Call", values: list[torch.Tensor], weights: set[int]) -> None:
     for value, (address, version) in zip(values, call.places, strict=True):
-        now = address_of(value)
+        now = value.data_ptr() if type(value) in PLAIN_TYPES else 0
         if now not in weights or (now == address and value._version == version):
             continue
         if value._version != version or call.weights_may_move is None or not call.weights_may_move():

@@ -260,19 +260,29 @@ class Segment:
         nesting = self.nesting
         with self._lock:
             end = self._needed()
+            outside = self._fetch(end)
             before = read_random(self._generators(end))
             grad = torch.is_grad_enabled()
             made: dict[tuple[int, int], torch.Tensor] = {}
             nesting.depth += 1
             torch._C._set_grad_enabled(True)
             try:
-                recomputed = [self._replay_call(number, made, number == end - 1) for number in range(end)]
+                recomputed = [self._replay_call(number, outside, made, number == end - 1) for number in range(end)]
             finally:
                 torch._C._set_grad_enabled(grad)
                 nesting.depth -= 1
                 write_random(before)
             for number, values in enumerate(recomputed):
                 _publish(self.calls[number].holders, values)
+
+    def _fetch(self, end: int) -> dict[int, torch.Tensor]:
+        """The externals that calls up to ``end`` take. Somebody else's hooks may recompute them, so no flag is up yet."""
+        fetched: dict[int, torch.Tensor] = {}
+        for call in self.calls[:end]:
+            for source in call.sources:
+                if isinstance(source, int) and source not in fetched:
+                    fetched[source] = self.externals[source].fetch(call.name)
+        return fetched
 
     def _needed(self) -> int:
         for number in range(len(self.calls), 1, -1):
@@ -289,12 +299,11 @@ class Segment:
             known.update({id(generator): generator for generator, _ in call.random})
         return list(known.values())
 
-    def _replay_call(self, number: int, made: dict[tuple[int, int], torch.Tensor], last: bool) -> list[torch.Tensor]:
+    def _replay_call(
+        self, number: int, outside: dict[int, torch.Tensor], made: dict[tuple[int, int], torch.Tensor], last: bool
+    ) -> list[torch.Tensor]:
         call = self.calls[number]
-        leaves = [
-            self.externals[source].fetch(call.name) if isinstance(source, int) else made[source]
-            for source in call.sources
-        ]
+        leaves = [outside[source] if isinstance(source, int) else made[source] for source in call.sources]
         weights, hooked = _weights_and_hooks(call.roots)
         collector = Collector(len(call.facts), stop=last and self.early_stop and hooked is False)  # rule 12
         args, kwargs = rebuild_call(call.arguments, leaves)
@@ -374,8 +383,10 @@ def _weights_and_hooks(roots: tuple[nn.Module, ...] | None) -> tuple[set[int], b
     if roots is None:
         return weights, None
     hooked = bool(nn_module._global_forward_hooks)
-    pending = list(roots)
+    pending: list[nn.Module | None] = list(roots)
     for module in pending:
+        if module is None:
+            continue
         state = module.__dict__
         if state["_forward_hooks"] or state["_forward_pre_hooks"] or "forward" in state:
             hooked = True
@@ -383,7 +394,7 @@ def _weights_and_hooks(roots: tuple[nn.Module, ...] | None) -> tuple[set[int], b
             if type(weight) is nn.Parameter:
                 weights.add(weight.data_ptr())
         if state["_modules"]:
-            pending.extend([child for child in state["_modules"].values() if child is not None])
+            pending.extend(state["_modules"].values())
     return weights, hooked
 
 

@@ -76,12 +76,13 @@ def _generate(original: type[nn.Module], tracer: Tracer) -> type[nn.Module]:
     vars(__call__)["_torchdynamo_disable_msg"] = _WHY_CLOSED
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        reduced = original.__reduce_ex__(self, protocol)
+        reduced = super(generated, self).__reduce_ex__(protocol)
         if type(self) is not generated or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return reduced
         return (rebuild, (original,), *reduced[2:])
 
     names = {key: getattr(original, key) for key in ("__module__", "__qualname__", "__doc__")}
     body = {**names, _MARK: original, _TRACER: tracer, "__call__": __call__, "__reduce_ex__": __reduce_ex__}
-    generated: type[nn.Module] = type.__call__(type(original), original.__name__, (original,), body)
+    make: Any = type(original)
+    generated: type[nn.Module] = make(original.__name__, (original,), body)
     return generated

@@ -97,6 +97,9 @@ def test_diffusers_checkpoint_function() -> None:
     model.enable_gradient_checkpointing(counted)  # type: ignore[operator]
     assert_equal(plain, step(model, lambda: model(**x, return_dict=False)[0]))
     assert len(calls) == 14
+    with lowtide.attach(model, interval=2) as handle:  # both at once: wasteful, right, and said
+        assert_equal(plain, step(model, lambda: model(**x, return_dict=False)[0]))
+        assert any("model's own gradient checkpointing" in warning for warning in handle.receipt().warnings)
     model.enable_gradient_checkpointing(lowtide.checkpoint)  # type: ignore[operator]
     assert_equal(plain, step(model, lambda: model(**x, return_dict=False)[0]))
 
