@@ -276,7 +276,7 @@ class Segment:
                 _publish(self.calls[number].holders, values)
 
     def _fetch(self, end: int) -> dict[int, torch.Tensor]:
-        """The externals that calls up to ``end`` take. Somebody else's hooks may recompute them, so no flag is up yet."""
+        """The externals that calls up to ``end`` take. Others' hooks may recompute them, so no flag is up yet."""
         fetched: dict[int, torch.Tensor] = {}
         for call in self.calls[:end]:
             for source in call.sources:
