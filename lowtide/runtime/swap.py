@@ -12,7 +12,7 @@ Rules (the numbering of segment.py goes on):
 """
 
 import copyreg
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -66,11 +66,11 @@ def _generate(original: type[nn.Module], tracer: Tracer) -> type[nn.Module]:
     from torch._dynamo.decorators import skip  # late: it takes a second to import
 
     call_original = original.__call__
-    run_eagerly = torch.compiler.disable(tracer.run_eagerly)
+    run_eagerly: Any = torch.compiler.disable(tracer.run_eagerly)
 
     @skip  # rule 16; what it calls is closed by run_eagerly, which costs more, so only where somebody compiles
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        run: Callable[..., Any] = tracer.run if get_eval_frame_callback() is None else run_eagerly
+        run = tracer.run if get_eval_frame_callback() is None else run_eagerly
         return run(call_original, self, args, kwargs)
 
     vars(__call__)["_torchdynamo_disable_msg"] = _WHY_CLOSED

@@ -104,5 +104,3 @@ def run(scenarios: Iterable[Scenario]) -> None:
         print(f"held: {scenario.__name__}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
-
-
