@@ -16,7 +16,7 @@ from lowtide.families.row import Stack
 from lowtide.plan.schedule import FFN, KEPT, WHOLE, Schedule, StackSchedule
 from lowtide.runtime.ledger import BlockRecord, Ledger
 from lowtide.runtime.receipt import BlockReceipt, Note, Receipt
-from lowtide.runtime.resolve import ResolvedStack, resolve
+from lowtide.runtime.resolve import ResolvedStack, child, resolve
 from lowtide.runtime.swap import intercept, release
 from lowtide.runtime.tracer import Tracer, Unit
 
@@ -30,9 +30,9 @@ class Handle:
         self.config = config
         self._ledger = Ledger(model)
         units = list(_units(stacks, schedule, self._ledger, config.scope))
-        self._modules = [module for _, module, _ in units]
+        self._modules = {name: module for name, module, _ in units}
         self._tracer = Tracer([(module, unit) for _, module, unit in units], self._ledger, providers())
-        intercept([(name, module) for name, module, _ in units], self._tracer)
+        intercept(self._modules.items(), self._tracer)
 
     def receipt(self) -> Receipt:
         """What ran in the last step. Valid once its backward is done."""
@@ -78,6 +78,21 @@ class Handle:
                 "is recomputed of them ran eagerly. Use whole blocks and compile those: `block.compile()`, or "
                 "`model.compile_repeated_blocks()` in diffusers"
             )
+        exchanged = self._exchanged()
+        if exchanged:
+            name, module = exchanged[0]
+            yield (
+                f"{len(exchanged)} modules ({name} the first, now a {type(module).__name__}) have been wrapped or "
+                "replaced since attach, and are not treated as a whole. Attach after the last change of the model"
+            )
+
+    def _exchanged(self) -> list[tuple[str, nn.Module | None]]:
+        """What stands now in the places of intercepted modules that are no longer there."""
+        root = self._ledger.model()
+        if root is None:
+            return []
+        now = [(name, child(root, name)) for name in self._modules]
+        return [(name, module) for name, module in now if module is not self._modules[name]]
 
     def _model_modules(self) -> Iterator[nn.Module]:
         model = self._ledger.model()
@@ -85,7 +100,7 @@ class Handle:
 
     def detach(self) -> None:
         """Restore the model exactly. Graphs that are still alive can be run backward."""
-        release(self._modules)
+        release(self._modules.values())
         self._tracer.active = False
 
     def __enter__(self) -> "Handle":

@@ -72,7 +72,26 @@ def _options(
 
 def main() -> None:
     """The ``lowtide`` command."""
-    app(prog_name="lowtide")
+    try:
+        app(prog_name="lowtide")
+    except SystemExit as end:
+        code = end.code
+    else:
+        code = 0
+    sys.exit(_flushed(code))
+
+
+def _flushed(code: Any) -> Any:
+    """``code``, or 3 where what was printed cannot be written. Python would print a traceback and return 120 itself."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes there at exit
+        if code == 0 and not isinstance(error, BrokenPipeError):
+            known = MachineError(str(error.strerror or error))
+            say(f"error: {known}", style="red")
+            return known.exit_code
+    return code
 
 
 app.command("families")(families.families)

@@ -28,7 +28,7 @@ class ResolvedStack:
 
     def chains(self, block: nn.Module) -> list[list[tuple[str, nn.Module]]]:
         """The feed-forward chains that this block really has; modules that it lacks are left out."""
-        chains = [[(path, _child(block, path)) for path in chain] for chain in self.row.feed_forward]
+        chains = [[(path, child(block, path)) for path in chain] for chain in self.row.feed_forward]
         present = [[(path, module) for path, module in chain if module is not None] for chain in chains]
         return [chain for chain in present if chain]
 
@@ -102,7 +102,8 @@ def _unique(blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
     return list(seen.values())
 
 
-def _child(block: nn.Module, path: str) -> nn.Module | None:
+def child(block: nn.Module, path: str) -> nn.Module | None:
+    """The module at a path inside ``block``, or None where there is none."""
     module: nn.Module | None = block
     for name in path.split("."):
         module = module._modules.get(name) if module is not None else None

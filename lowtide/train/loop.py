@@ -4,7 +4,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -19,6 +19,7 @@ from lowtide.train.config import TrainKeys
 from lowtide.train.dataset import batches
 from lowtide.train.families.base import Denoiser
 from lowtide.train.flow import Batch, loss_of, random_noise
+from lowtide.train.kernels import computing
 from lowtide.train.resume import RunState
 
 
@@ -98,10 +99,6 @@ class Updater:
             torch.get_device_module(self._device).set_rng_state(states["device"], self._device)
 
 
-def autocast(keys: TrainKeys, device: torch.device) -> AbstractContextManager[Any]:
-    return torch.autocast(device.type, torch.bfloat16) if keys.mixed_precision == "bf16" else nullcontext()
-
-
 def run_steps(
     denoiser: Denoiser,
     updater: Updater,
@@ -123,7 +120,7 @@ def run_steps(
         losses = []
         for _ in range(keys.gradient_accumulation_steps):
             batch = load_batch(cached, next(order), device)
-            with autocast(keys, device):
+            with computing(keys.mixed_precision, device):
                 noised = random_noise(denoiser, batch.latents, updater.noise)
                 loss = loss_of(denoiser, noised, batch.text)
             (loss / keys.gradient_accumulation_steps).backward()

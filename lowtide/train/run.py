@@ -14,7 +14,8 @@ from lowtide.train.dataset import batches
 from lowtide.train.families.base import Denoiser
 from lowtide.train.files import new_folder, write_json
 from lowtide.train.flow import Batch, fixed_loss, random_noise
-from lowtide.train.loop import Interrupt, StepDone, Updater, autocast, load_batch, run_steps
+from lowtide.train.kernels import computing
+from lowtide.train.loop import Interrupt, StepDone, Updater, load_batch, run_steps
 from lowtide.train.memory import peak_bytes
 from lowtide.train.metrics import add_metrics, read_metrics, summary_of
 from lowtide.train.prepare import Prepared, prepare
@@ -44,7 +45,7 @@ class Session:
         return self.prepared.config.keys
 
     def fixed_loss(self) -> float:
-        with autocast(self.keys, self.prepared.device):
+        with computing(self.keys.mixed_precision, self.prepared.device):
             return fixed_loss(self.denoiser, self.fixed)
 
 
@@ -156,7 +157,7 @@ def _settings(session: Session) -> list[dict[str, Any]] | None:
     batch, keys = _largest(session.prepared), session.keys
     noised = random_noise(session.denoiser, batch.latents, torch.Generator().manual_seed(keys.seed))
     try:
-        with autocast(keys, session.prepared.device):
+        with computing(keys.mixed_precision, session.prepared.device):
             return compare_settings(session.denoiser, keys.family, noised, batch, session.prepared.config.checkpointing)
     except torch.OutOfMemoryError:
         return None

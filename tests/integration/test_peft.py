@@ -35,8 +35,24 @@ def test_adapters_before_and_after_attach(prepare: Any, options: dict[str, Any])
 
 
 def test_adapters_inside_feed_forward_sides() -> None:
-    """Added after attach, an adapter's sum with the layer it wraps stands between two modules of an inline side."""
-    check(lambda: build(KEY), lambda model: adapted(model, lora_dropout=0.5), KEY, backend="torch-ffn")
+    model = adapted(build(KEY), lora_dropout=0.5)
+    expected = step(model, KEY)
+    with lowtide.attach(model, backend="torch-ffn") as handle:
+        assert_same(expected, step(model, KEY))
+        assert not assert_recomputed(handle).warnings
+
+
+def test_adapters_put_into_a_feed_forward_side_after_attach_are_reported() -> None:
+    """An inline side is a chain of modules: the sum of layer and adapter, made between two of them, breaks it."""
+    expected = step(adapted(build(KEY)), KEY)
+    model = build(KEY)
+    with lowtide.attach(model, backend="torch-ffn") as handle:
+        adapted(model)
+        assert_same(expected, step(model, KEY))
+        receipt = handle.receipt()
+    assert "4 modules (single_transformer_blocks.0.proj_mlp the first, now a Linear)" in receipt.warnings[0]
+    saved = {block.stack: block.recomputed_bytes for block in receipt.blocks}
+    assert saved["transformer_blocks"] > 0 == saved["single_transformer_blocks"]
 
 
 def test_dropout_is_drawn_anew_in_every_step_and_the_same_in_recomputation() -> None:
