@@ -82,7 +82,7 @@ class Handle:
         if exchanged:
             name, module = exchanged[0]
             yield (
-                f"{len(exchanged)} modules ({name} the first, now a {type(module).__name__}) have been wrapped or "
+                f"{len(exchanged)} modules ({name} the first, now of class {type(module).__name__}) have been wrapped or "
                 "replaced since attach, and are not treated as a whole. Attach after the last change of the model"
             )
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide.errors import ReplayError
-from lowtide.runtime.placeholder import PLAIN_TYPES
+from lowtide.runtime.placeholder import address_of
 
 if TYPE_CHECKING:
     from lowtide.runtime.segment import Call
@@ -16,7 +16,7 @@ _SAMPLES = 4
 
 def sample_of(tensor: torch.Tensor | None, any_device: bool = False) -> list[float] | None:
     """A few values of a CPU tensor, where reading them stops nothing: a spot check against silent drift."""
-    if tensor is None or type(tensor) not in PLAIN_TYPES or not tensor.is_floating_point() or tensor.numel() == 0:
+    if tensor is None or address_of(tensor) == 0 or not tensor.is_floating_point():
         return None
     if not (tensor.is_cpu or any_device) or tensor.is_meta:
         return None
@@ -49,7 +49,7 @@ def compare(call: "Call", values: list[torch.Tensor], extra: int, weights: set[i
 
 def _compare_weights(call: "Call", values: list[torch.Tensor], weights: set[int]) -> None:
     for value, (address, version) in zip(values, call.places, strict=True):
-        now = value.data_ptr() if type(value) in PLAIN_TYPES else 0
+        now = address_of(value)
         if now not in weights or (now == address and value._version == version):
             continue
         if value._version != version or call.weights_may_move is None or not call.weights_may_move():

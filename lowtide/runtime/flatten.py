@@ -126,6 +126,8 @@ def _snapshot(value: Any, leaves: Leaves, deep: bool = False) -> Structure:
         return _sequence, (kind, [inner(item) for item in value])
     if kind is dict:
         return _mapping, (dict, [(key, inner(item)) for key, item in value.items()])
+    if isinstance(value, torch.Generator):
+        leaves.generators = (*leaves.generators, value)
     return _constant, value
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import _current_graph_task_id
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -20,6 +21,8 @@ from lowtide.plan.schedule import KEPT, WHOLE
 from lowtide.runtime.flatten import flatten_call
 from lowtide.runtime.placeholder import version_of
 from lowtide.runtime.segment import Call, Segment
+
+_MOST_FORWARDS = 16
 
 
 @dataclass
@@ -47,7 +50,7 @@ class BlockRecord:
     def note_replay(self) -> None:
         ledger = self.ledger()
         if ledger is not None:
-            ledger.backward_seen = True
+            ledger.note_backward()
 
     def has_hooks_around(self) -> bool:
         """Whether the block, or a module that it is part of, has forward hooks: of FSDP, which moves weights, say."""
@@ -69,7 +72,11 @@ class Storages:
     """Bytes of distinct storages, each credited to the block that held or dropped it first."""
 
     def __init__(self, model: nn.Module | None) -> None:
-        self.weights = set() if model is None else {_key(t) for t in (*model.parameters(), *model.buffers())}
+        self.weights = (
+            set()
+            if model is None
+            else {_key(t) for t in (*model.parameters(), *model.buffers()) if t.layout is torch.strided}
+        )
         self.held: dict[int, tuple[int, int]] = {}
         self.dropped: dict[int, tuple[int, int]] = {}
         self._pins: list[StorageWeakRef] = []  # a dead storage's key must not be given to another one
@@ -81,6 +88,8 @@ class Storages:
         self._enter(self.dropped, block, tensor)
 
     def _enter(self, book: dict[int, tuple[int, int]], block: int, tensor: torch.Tensor) -> None:
+        if tensor.layout is not torch.strided:
+            return
         key = _key(tensor)
         if key in book or key in self.weights:
             return
@@ -111,6 +120,7 @@ class Ledger:
         self.measuring = False
         self._measured: tuple[Any, ...] | None = None
         self._first: BlockRecord | None = None
+        self._backward = -1  # autograd's number of the backward that this window belongs to, once it is known
         self._segments = 0
         self._taking_in = False
         self._numbers: dict[str, int] = {}
@@ -124,16 +134,36 @@ class Ledger:
     # ------------------------------------------------------------------ windows
 
     def begin_call(self, record: BlockRecord, leaves: Sequence[torch.Tensor]) -> None:
-        if self._first is None or self.backward_seen or (record is self._first and self._nothing_is_replayed()):
+        if self._opens_window(record):
             self._open_window(record, leaves)
         record.forward_calls += 1
+        if record is self._first and record.forward_calls > _MOST_FORWARDS:
+            self._stop_measuring()  # forwards without a backward go on and on: the books must not grow with them
         self._taking_in = True
+
+    def _stop_measuring(self) -> None:
+        if self.measuring and self.storages is not None:
+            self.storages.release_pins()
+        self.measuring = False
 
     def begin_kept_call(self, record: BlockRecord, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """As begin_call, without flattening the arguments where no window opens."""
-        opens = self._first is None or self.backward_seen or (record is self._first and self._nothing_is_replayed())
+        opens = self._opens_window(record)
         self.begin_call(record, flatten_call(args, kwargs, opaque=True)[1] if opens else ())
         self._taking_in = False
+
+    def _opens_window(self, record: BlockRecord) -> bool:
+        """Whether this call begins a step. One inside the backward that has been seen is somebody's recomputation."""
+        if self.backward_seen:
+            task = _current_graph_task_id()
+            return task == -1 or task != self._backward
+        return self._first is None or (record is self._first and self._nothing_is_replayed())
+
+    def note_backward(self) -> None:
+        if not self.backward_seen:
+            self.backward_seen = True
+            if self._backward == -1:
+                self._backward = _current_graph_task_id()
 
     def _nothing_is_replayed(self) -> bool:
         return all(other.planned == KEPT for other in self.records)
@@ -143,6 +173,7 @@ class Ledger:
             other.reset()
         self.fallbacks.clear()
         self.backward_seen, self._segments, self._first = False, 0, record
+        self._backward = _current_graph_task_id()
         if self.measuring and self.storages is not None:
             self.storages.release_pins()
         shapes = (record.name, *(tensor.shape for tensor in leaves))

@@ -78,12 +78,13 @@ class External:
     offload of saved tensors sees the segment's boundaries too.
     """
 
-    __slots__ = ("alive", "packed", "requires_grad", "tensor", "unpack", "version")
+    __slots__ = ("address", "alive", "packed", "requires_grad", "tensor", "unpack", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.alive = weakref.ref(tensor)
         self.requires_grad = tensor.requires_grad
         self.version = version_of(tensor)
+        self.address = address_of(tensor)
         self.tensor: torch.Tensor | None = tensor.detach()
         self.unpack: Callable[[Any], torch.Tensor] | None = None
         hooks = _top_saved_tensors_default_hooks(False)
@@ -92,7 +93,12 @@ class External:
             self.packed, self.tensor = pack(self.tensor), None
 
     def is_still(self, tensor: torch.Tensor) -> bool:
-        return self.alive() is tensor and self.version == version_of(tensor)
+        return (
+            self.alive() is tensor
+            and self.version == version_of(tensor)
+            and self.address == address_of(tensor)
+            and self.requires_grad == tensor.requires_grad
+        )
 
     def fetch(self, name: str) -> torch.Tensor:
         """A fresh leaf over the same values."""
@@ -110,10 +116,16 @@ class External:
         return leaf.requires_grad_() if self.requires_grad else leaf
 
 
+def packs_outside() -> Callable[[torch.Tensor], Any] | None:
+    """The pack hook of whoever is outside: a segment must not span two such regions, each replayed alone."""
+    hooks = _top_saved_tensors_default_hooks(False)
+    return hooks[0] if hooks is not None else None
+
+
 def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
 def address_of(tensor: torch.Tensor) -> int:
     """Address of plain tensors; 0 for subclasses, which may have no storage of their own."""
-    return tensor.data_ptr() if type(tensor) in PLAIN_TYPES else 0
+    return tensor.data_ptr() if type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided else 0

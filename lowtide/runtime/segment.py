@@ -48,9 +48,12 @@ from lowtide.runtime.placeholder import (
     Weight,
     address_of,
     nobody,
+    packs_outside,
     unpack,
     version_of,
 )
+
+_STRIDED = torch.strided
 
 
 class StopReplay(BaseException):
@@ -113,7 +116,7 @@ class Call:
         alive = cast("Callable[[], Segment]", weakref.ref(segment))
 
         def pack(tensor: torch.Tensor) -> PlaceHolder | Weight:
-            address = tensor.data_ptr() if type(tensor) in PLAIN_TYPES else 0
+            address = tensor.data_ptr() if type(tensor) in PLAIN_TYPES and tensor.layout is _STRIDED else 0
             note_facts((tensor.shape, tensor.dtype, tensor.device))
             note_place((address, tensor._version))
             if watched:
@@ -156,6 +159,7 @@ class Segment:
         self.accelerator = accelerator
         self.nesting = nesting
         self.early_stop = early_stop
+        self.packs_outside = packs_outside()
         self.calls: list[Call] = []
         self.externals: list[External] = []
         self.number = self.position = -1  # the planned segment and the last unit that joined, see Tracer
@@ -312,6 +316,11 @@ class Segment:
         if call.on_replay is not None:
             call.on_replay()
         compare(call, collector.values, collector.extra, weights if hooked is False else None)
+        if [value._version for value in collector.values] != collector.versions:  # hooks switch autograd's check off
+            raise ReplayError(
+                f"{call.name}: a tensor that its gradient needs was modified by an inplace operation inside it, after "
+                "it was saved. A plain run raises the same error."
+            )
         if not last and call.wanted is not None:
             for leaf, tensor in enumerate(tensors_of(output)):
                 if leaf in call.wanted:
@@ -334,7 +343,7 @@ class Segment:
 class Collector:
     """Takes the saved tensors of one replayed call; stops it after the last one that the forward saved."""
 
-    __slots__ = ("expected", "extra", "stop", "stopped", "values")
+    __slots__ = ("expected", "extra", "stop", "stopped", "values", "versions")
 
     def __init__(self, expected: int, stop: bool) -> None:
         self.expected = expected
@@ -342,6 +351,7 @@ class Collector:
         self.stopped = False
         self.extra = 0
         self.values: list[torch.Tensor] = []
+        self.versions: list[int] = []
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad:
@@ -349,6 +359,7 @@ class Collector:
         values = self.values
         if len(values) < self.expected:
             values.append(tensor)
+            self.versions.append(tensor._version)
             if self.stop and len(values) == self.expected:
                 self.stopped = True
                 raise StopReplay

@@ -2,8 +2,8 @@
 
 Rules (the numbering of segment.py goes on):
 15. State belongs to the handle, by id of the module; one generated class an original class (see swap.py).
-21. Open segments and nesting are per thread and handle. DataParallel replicas, functorch transforms, disabled
-    saved-tensor hooks and tracing pass through.
+21. Open segments and nesting are per thread and handle. DataParallel replicas, functorch transforms, forward-mode
+    derivatives, disabled saved-tensor hooks and tracing pass through.
 """
 
 import functools
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import nn
 from torch._C._autograd import _saved_tensors_hooks_is_enabled  # pyright: ignore[reportAttributeAccessIssue]
 from torch._C._functorch import peek_interpreter_stack
@@ -21,6 +22,7 @@ from lowtide.plan.schedule import FFN, KEPT, WHOLE
 from lowtide.runtime.context import Context, Provider, accelerator, default_generators
 from lowtide.runtime.flatten import Leaves, OpaqueArgument, flatten_call
 from lowtide.runtime.ledger import BlockRecord, Ledger
+from lowtide.runtime.placeholder import packs_outside
 from lowtide.runtime.segment import Call, Nesting, Segment
 
 
@@ -103,6 +105,7 @@ class Tracer:
             or peek_interpreter_stack() is not None
             or not _saved_tensors_hooks_is_enabled()
             or torch._C._get_tracing_state() is not None
+            or forward_ad._current_level >= 0  # its level has ended by the time of backward
         )
 
     # ------------------------------------------------------------------ recording
@@ -114,6 +117,8 @@ class Tracer:
         segment = alive() if alive is not None else None
         if segment is not None and segment.number == unit.number and self._has_room(segment, unit):
             reason = segment.reason_to_end(leaves, unit.carried(args, kwargs) if unit.carry else ())
+            if segment.packs_outside is not packs_outside():  # rule 23
+                reason = "saved-tensor hooks outside, or another checkpoint, begin or end before it"
             if reason is None:
                 return segment
             if unit.treatment == WHOLE:

@@ -250,9 +250,19 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     changed = dict(_override(text) for text in overrides)
     try:
         given = {key: _beside(path, key, value) for key, value in read_flat_json(path).items()}
-        return TrainConfig.from_flat({**given, **changed})
+        config = TrainConfig.from_flat({**given, **changed})
+        for key, folder in (("output_dir", config.keys.output), ("cache_dir", config.keys.cache)):
+            _check_folder(key, folder)
+        return config
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}" if not changed else f"{path} with --set: {error}") from None
+
+
+def _check_folder(key: str, folder: Path) -> None:
+    """ConfigError where a file stands in the way of a folder that the run will make."""
+    in_the_way = next((place for place in (folder, *folder.parents) if place.exists()), folder)
+    if in_the_way.exists() and not in_the_way.is_dir():
+        raise ConfigError(f"{key}: {in_the_way} is a file, and a folder is wanted: name another place")
 
 
 def changes(

@@ -21,9 +21,10 @@ WEIGHTS = {"lora": "lora", "full": "transformer"}
 _BAR_WIDTH = 6
 _TITLE = "What each setting does with this model and batch"
 _LEGEND = (
-    "▶ ran here. kept: activations that wait for backward. at most: those and the largest piece that is recomputed at "
-    "once. (ffn): only the feed-forward side of the blocks. Weights, gradients and optimizer come on top, the same in "
-    "every row. Every row learns exactly the same; less memory costs time, nothing else."
+    "▶ ran here. kept: activations that wait for backward, those outside the blocks too. at most: those and the "
+    "largest piece that is recomputed at once. (ffn): only the feed-forward side of the blocks. Weights, gradients and "
+    "optimizer come on top, the same in every row. Every row learns exactly the same; less memory costs time, nothing "
+    "else."
 )
 
 

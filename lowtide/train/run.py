@@ -1,5 +1,6 @@
 """One run, from its configuration to its report."""
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,7 +165,9 @@ def _settings(session: Session) -> list[dict[str, Any]] | None:
 
 
 def _largest(prepared: Prepared) -> Batch:
-    """A full batch of the largest pictures."""
-    cached, size = prepared.cached, prepared.config.keys.train_batch_size
-    index = max(range(len(cached.buckets)), key=lambda number: cached.buckets[number][0] * cached.buckets[number][1])
-    return load_batch(cached, (index,) * size, prepared.device)
+    """The batch with the most pixels of those that this data gives."""
+    cached, wanted = prepared.cached, prepared.config.keys.train_batch_size
+    sizes = Counter(cached.buckets)
+    bucket = max(sizes, key=lambda size: size[0] * size[1] * min(wanted, sizes[size]))
+    members = [index for index, size in enumerate(cached.buckets) if size == bucket]
+    return load_batch(cached, tuple(members[:wanted]), prepared.device)

@@ -129,7 +129,7 @@ def test_blocks_replaced_by_compiled_ones_after_attach_are_reported() -> None:
     assert_same(expected, step(model, KEY))
     compiled, replaced = assert_recomputed(handle, width=2).warnings
     assert "4 blocks (blocks.0 the first) were called from code under torch.compile" in compiled
-    assert "4 modules (blocks.0 the first, now a OptimizedModule)" in replaced
+    assert "4 modules (blocks.0 the first, now of class OptimizedModule)" in replaced
 
 
 def test_a_block_replaced_by_another_module_after_attach_is_reported_as_not_called() -> None:
@@ -142,7 +142,7 @@ def test_a_block_replaced_by_another_module_after_attach_is_reported_as_not_call
     receipt = handle.receipt()
     assert [block.reason for block in receipt.blocks] == [None, "not called", None, None]
     assert [block.recompute_calls for block in receipt.blocks] == [1, 0, 1, 1]
-    assert "1 modules (blocks.1 the first, now a OptimizedModule)" in receipt.warnings[0]
+    assert "1 modules (blocks.1 the first, now of class OptimizedModule)" in receipt.warnings[0]
 
 
 @order

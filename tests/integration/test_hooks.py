@@ -1,7 +1,7 @@
-"""Hooks that users and libraries put on modules: they run as often as with torch's checkpoint, and see what they should."""
+"""Hooks that users and libraries put on modules run as often as with torch's checkpoint, and see what they should."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +18,9 @@ from tests.integration.models import assert_recomputed, assert_same, blocks, bui
 
 KEY = "flux1"
 BLOCKS = 8
+
+# Flux calls its blocks with keywords, of which torch's backward hooks see nothing.
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 
 
 def lora(model: Any) -> Any:
@@ -51,7 +54,6 @@ def _scaled(output: Any, factor: float) -> Any:
     return output * factor if isinstance(output, torch.Tensor) else tuple(part * factor for part in output)
 
 
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed:UserWarning")
 def test_hooks_run_once_more_for_each_recomputation() -> None:
     calls: Counter[str] = Counter()
     model = build(KEY)
@@ -102,7 +104,7 @@ def test_a_forward_patched_on_the_instance() -> None:
 
 
 class Fetch(ModelHook):
-    """Brings the weights of a module from a copy before its forward and takes them away afterwards, as offloading does."""
+    """Brings the weights of a module in before its forward and takes them away afterwards, as offloading does."""
 
     def __init__(self) -> None:
         self.home: dict[str, torch.Tensor] = {}
@@ -178,7 +180,9 @@ def test_an_accelerate_hook_added_and_removed_while_attached() -> None:
         assert_recomputed(handle, width=2)
 
 
-@pytest.mark.parametrize("kind", [{"offload_type": "block_level", "num_blocks_per_group": 2}, {"offload_type": "leaf_level"}], ids=str)
+@pytest.mark.parametrize(
+    "kind", [{"offload_type": "block_level", "num_blocks_per_group": 2}, {"offload_type": "leaf_level"}], ids=str
+)
 def test_diffusers_group_offload(kind: dict[str, Any]) -> None:
     def prepare(model: nn.Module) -> nn.Module:
         apply_group_offloading(model, torch.device("cpu"), torch.device("cpu"), **kind)

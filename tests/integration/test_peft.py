@@ -50,7 +50,7 @@ def test_adapters_put_into_a_feed_forward_side_after_attach_are_reported() -> No
         adapted(model)
         assert_same(expected, step(model, KEY))
         receipt = handle.receipt()
-    assert "4 modules (single_transformer_blocks.0.proj_mlp the first, now a Linear)" in receipt.warnings[0]
+    assert "4 modules (single_transformer_blocks.0.proj_mlp the first, now of class Linear)" in receipt.warnings[0]
     saved = {block.stack: block.recomputed_bytes for block in receipt.blocks}
     assert saved["transformer_blocks"] > 0 == saved["single_transformer_blocks"]
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide
 from lowtide.errors import ConfigError, ReplayError
@@ -523,3 +524,102 @@ def test_graph_made_before_detach_runs_backward_after_it() -> None:
     handle.detach()
     loss.backward()
     assert all(torch.equal(plain[name], p.grad) for name, p in model.named_parameters())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("region", [lowtide.checkpoint, torch_checkpoint])
+def test_a_segment_does_not_span_two_other_checkpoints(region: Any) -> None:
+    """Each is recomputed alone; a segment over both would hand the second one the first one's tensors."""
+
+    class Scaled(Block):
+        def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x * scale)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.blocks = nn.ModuleList(Scaled() for _ in range(4))
+
+        def forward(self, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+            options = {"use_reentrant": False}
+            for block, scale in zip(self.blocks, scales, strict=True):
+                x = region(block, x, scale, **options)
+            return x
+
+    model, x, scales = Model(), inputs(), torch.randn(4, 6, 16)
+    assert_same_as_plain(model, lambda: model(x, scales), interval=2)
+
+
+def test_storage_exchanged_by_glue_between_blocks() -> None:
+    class Adds(Block):
+        def forward(self, x: torch.Tensor, extra: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x + extra)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.blocks = nn.ModuleList(Adds() for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            extra = torch.randn(6, 16)
+            for block in self.blocks:
+                x = block(x, extra)
+                extra.data = torch.randn(6, 16)
+            return x
+
+    model, x = Model(), inputs()
+    assert_same_as_plain(model, lambda: model(x), recomputed=4, interval=2)
+
+
+def test_sparse_arguments() -> None:
+    class Mixes(Block):
+        def forward(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(torch.sparse.mm(matrix, x).sin())
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.blocks = nn.ModuleList(Mixes() for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            matrix = torch.eye(6).to_sparse()
+            for block in self.blocks:
+                x = block(x, matrix)
+            return x
+
+    model, x = Model(), inputs()
+    for setting in INTERVALS:
+        receipt = assert_same_as_plain(model, lambda: model(x), **setting)
+        assert receipt.totals["recompute_calls"] > 0
+
+
+def test_saved_tensor_changed_in_place_inside_a_block_is_an_error_as_in_a_plain_run() -> None:
+    class Spoils(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gate = torch.sigmoid(x)
+            product = gate.exp()
+            gate.mul_(2)
+            return super().forward(gate * product)
+
+    torch.manual_seed(0)
+    model, x = Chain([Spoils(), Spoils()]), inputs().requires_grad_()
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        model(x).sum().backward()
+    with lowtide.attach(model), pytest.raises(ReplayError, match="modified by an inplace"):
+        model(x).sum().backward()
+
+
+def test_forwards_without_backward_do_not_make_the_books_grow() -> None:
+    model = chain(2)
+    with lowtide.attach(model) as handle:
+        for _ in range(40):
+            model(inputs())
+        storages = handle._ledger.storages
+        assert storages is not None
+        held = len(storages.held)
+        model(inputs())
+        assert len(storages.held) == held
+        step(model, lambda: model(inputs()))
+        assert handle.receipt().totals["recompute_calls"] == 2

@@ -11,7 +11,6 @@ from common import (
     assert_equal,
     assert_ranks_agree,
     assert_recomputed_as_scheduled,
-    build,
     gradients,
     inputs,
     loss,
@@ -22,6 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import lowtide
+from tests.integration.models import build
 
 KEY = "flux1"
 MICRO_BATCHES = 2

@@ -5,7 +5,6 @@ first failure ends the rank with its traceback, so that no other rank is kept wa
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -15,10 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import lowtide
-from lowtide import families
-from lowtide.measure.build import build_model
-from lowtide.measure.inputs import build_inputs
 from lowtide.measure.parity import fresh, loss_of
+from tests.integration import models
 
 Gradients = dict[str, torch.Tensor]
 Scenario = Callable[[], None]
@@ -26,19 +23,9 @@ Scenario = Callable[[], None]
 SETTINGS = ({"interval": 1}, {"interval": 2}, {"interval": 4}, {"interval": 2, "segment_stride": 4})
 
 
-# As deep as interval 4 needs, no deeper: a step over two ranks costs more than the model.
-DEPTHS = {"flux1": {"num_layers": 4, "num_single_layers": 4}, "wan21_1_3b": {"num_layers": 8}}
-
-
-def build(key: str) -> nn.Module:
-    """The tiny model of a row, eight blocks deep: the same on every rank."""
-    row = families.find(key)
-    return build_model(replace(row, tiny=replace(row.tiny, config={**row.tiny.config, **DEPTHS[key]})))
-
-
 def inputs(key: str, number: int = 0) -> dict[str, Any]:
     """Arguments of a forward; every rank and micro-batch has its own values."""
-    return build_inputs(families.find(key).tiny, seed=10 * number + dist.get_rank())
+    return models.inputs(key, seed=10 * number + dist.get_rank())
 
 
 def loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
@@ -58,7 +45,7 @@ def gradients(model: nn.Module) -> Gradients:
         if parameter.grad is not None:
             gradient = parameter.grad.detach()
             plain = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-            found[name.removeprefix("module.")] = plain.clone()
+            found[models.unwrapped(name)] = plain.clone()
     assert found, "no parameter got a gradient"
     return found
 

@@ -11,7 +11,6 @@ from common import (
     assert_equal,
     assert_ranks_agree,
     assert_recomputed_as_scheduled,
-    build,
     gradients,
     inputs,
     loss,
@@ -23,6 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
+from tests.integration.models import build
 
 MODES = ({}, {"find_unused_parameters": True}, {"static_graph": True})
 
@@ -61,7 +61,7 @@ def attached_before_or_after_wrapping() -> None:
 
 def every_interval() -> None:
     for setting in SETTINGS:
-        check("wan21_1_3b", {}, True, **setting)
+        check("flux1", {}, True, **setting)
     check("wan21_1_3b", {}, False, backend="torch-ffn", interval=2)
 
 

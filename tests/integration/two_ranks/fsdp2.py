@@ -10,7 +10,6 @@ from common import (
     Gradients,
     assert_equal,
     assert_recomputed_as_scheduled,
-    build,
     gradients,
     inputs,
     loss,
@@ -24,16 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
+from tests.integration.models import blocks, build
 
 Attached = tuple[nn.Module, lowtide.Handle]
 
 KEY = "flux1"
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-FLUX_BLOCKS = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
-
-
-def blocks(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if type(module).__name__ in FLUX_BLOCKS]
 
 
 def shard(model: nn.Module, root_only: bool = False, **policy: Any) -> nn.Module:
