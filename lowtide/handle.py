@@ -82,8 +82,8 @@ class Handle:
         if exchanged:
             name, module = exchanged[0]
             yield (
-                f"{len(exchanged)} modules ({name} the first, now of class {type(module).__name__}) have been wrapped or "
-                "replaced since attach, and are not treated as a whole. Attach after the last change of the model"
+                f"{len(exchanged)} modules ({name} the first, now of class {type(module).__name__}) have been wrapped "
+                "or replaced since attach, and are not treated as a whole. Attach after the last change of the model"
             )
 
     def _exchanged(self) -> list[tuple[str, nn.Module | None]]:
