@@ -204,6 +204,8 @@ def test_forward_mode_derivatives_and_backward_of_them() -> None:
         assert_equal(plain, toy_step(model, run))
         assert handle.receipt().totals["recompute_calls"] == 0  # passed through
         assert handle.receipt().warnings
+        toy_step(model, lambda: model(x))
+        assert_recomputed(handle, width=2)
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
@@ -235,6 +237,8 @@ def test_a_replica_passes_through() -> None:
         assert_equal(plain, toy_step(model, replicated))
         assert handle.receipt().totals["recompute_calls"] == 0
         assert handle.receipt().warnings
+        assert_equal(plain, toy_step(model, lambda: model(x)))
+        assert_recomputed(handle)
 
 
 def test_an_average_of_the_weights_is_a_model_of_its_own() -> None:
