@@ -15,7 +15,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from lowtide.attention_backend import has_own_state, providers
 from lowtide.errors import ConfigError
 from lowtide.runtime.context import Context, accelerator, default_generators
-from lowtide.runtime.flatten import flatten_call
+from lowtide.runtime.flatten import flatten_call, is_filled
 from lowtide.runtime.segment import Call, Nesting, Segment
 
 BACKENDS = ("torch",)
@@ -129,15 +129,7 @@ def modules_of(function: Callable[..., Any]) -> tuple[nn.Module, ...] | None:
         return (function.__self__,) if isinstance(function.__self__, nn.Module) else None
     if not isinstance(function, FunctionType):
         return None
-    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    cells = [cell.cell_contents for cell in function.__closure__ or () if is_filled(cell)]
     named = [function.__globals__.get(name) for name in function.__code__.co_names]
     modules = tuple(value for value in (*cells, *named, *(function.__defaults__ or ())) if isinstance(value, nn.Module))
     return modules or None
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True

@@ -100,7 +100,7 @@ def _flatten_function(function: types.FunctionType, leaves: Leaves) -> Structure
     cells = function.__closure__ or ()
     if not cells and not function.__defaults__ and not function.__kwdefaults__:
         return _constant, function
-    captured = [_snapshot(cell.cell_contents, leaves) if _is_filled(cell) else None for cell in cells]
+    captured = [_snapshot(cell.cell_contents, leaves) if is_filled(cell) else None for cell in cells]
     defaults = _snapshot(function.__defaults__, leaves, deep=True)
     keywords = _snapshot(function.__kwdefaults__, leaves, deep=True)
     facts = (function.__code__, function.__globals__, function.__name__)
@@ -135,7 +135,8 @@ def _tensor_or_constant(value: Any, leaves: Leaves) -> Structure:
     return flatten(value, leaves) if isinstance(value, torch.Tensor) else (_constant, value)
 
 
-def _is_filled(cell: types.CellType) -> bool:
+def is_filled(cell: types.CellType) -> bool:
+    """Whether a closure's cell has a value yet."""
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:
