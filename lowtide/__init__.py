@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lowtide.controls import CheckpointConfig
     from lowtide.handle import Handle, attach
+    from lowtide.offload import offload_activations
     from lowtide.region import checkpoint
 
 __version__ = "0.1.0"
-__all__ = ["CheckpointConfig", "Handle", "__version__", "attach", "checkpoint"]
+__all__ = ["CheckpointConfig", "Handle", "__version__", "attach", "checkpoint", "offload_activations"]
 
 _HOMES = {
     "CheckpointConfig": "lowtide.controls",
     "Handle": "lowtide.handle",
     "attach": "lowtide.handle",
     "checkpoint": "lowtide.region",
+    "offload_activations": "lowtide.offload",
 }
 
 

@@ -2,18 +2,49 @@
 
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from lowtide.errors import UnsupportedError
-from lowtide.keys import Choice, Keys, Switch, WholeNumber, boolean_of, is_unset
-from lowtide.plan.schedule import FFN, WHOLE, Schedule, StackSchedule, feed_forwards, keep_all, whole_blocks
+from lowtide.keys import Choice, Keys, Size, Switch, WholeNumber, boolean_of, is_unset
+from lowtide.plan.schedule import (
+    ATTENTION,
+    BOUNDARY,
+    FFN,
+    IN_SEGMENTS,
+    KEPT,
+    SELECTIVE,
+    WHOLE,
+    Schedule,
+    StackSchedule,
+    feed_forwards,
+    keep_all,
+    whole_blocks,
+)
 
-SCOPES: Mapping[str, str] = {"torch": WHOLE, "torch-ffn": FFN}
-"""Treatment that each backend gives to the blocks it treats."""
 
-BACKENDS = tuple(SCOPES)
+@dataclass(frozen=True)
+class _Backend:
+    """What one does with the blocks that it treats. moves: what of them waits in CPU memory."""
+
+    treatment: str
+    moves: frozenset[str] = frozenset()
+
+
+_BACKENDS: Mapping[str, _Backend] = {
+    "torch": _Backend(WHOLE),
+    "torch-ffn": _Backend(FFN),
+    "unsloth": _Backend(WHOLE, frozenset({BOUNDARY})),
+    "unsloth-ffn": _Backend(FFN, frozenset({BOUNDARY})),
+    "torch-selective": _Backend(SELECTIVE),
+    "unsloth-selective": _Backend(SELECTIVE, frozenset({BOUNDARY, ATTENTION})),
+}
+
+BACKENDS = tuple(_BACKENDS)
+DEFAULT_MAX_BUCKETS = 12
+DEFAULT_MIN_BYTES = 2**20
 
 _backend = Choice(
     BACKENDS, hint="To recompute nothing, set gradient_checkpointing to false (lowtide.attach: backend=None)."
@@ -36,20 +67,44 @@ class CheckpointConfig(Keys):
         default="torch",
         alias="gradient_checkpointing_backend",
         description="What is recomputed in backward. `torch`: whole blocks. `torch-ffn`: only the feed-forward side of "
-        "each block; saves less, costs less time.",
+        "each block; saves less, costs less time. `torch-selective`: whole blocks, but the outputs of the attention "
+        "kernels are kept, so that attention never runs twice. `unsloth`, `unsloth-ffn`, `unsloth-selective`: the "
+        "same, and what the checkpoint itself must keep (the inputs of what is recomputed, those attention outputs) "
+        "waits in CPU memory; they need an accelerator.",
     )
     interval: Annotated[int | None, BeforeValidator(WholeNumber(1))] = Field(
         default=None,
         alias="gradient_checkpointing_interval",
-        description="With `torch`: segment width n. Blocks 0 to n-1, n to 2n-1, … share one checkpoint: every block is "
-        "still recomputed, fewer boundaries are kept, the working set in backward is n blocks. With `torch-ffn`: block "
-        "i's feed-forward side is recomputed if i mod n = 0. i counts from 0 in each stack. 1 or unset: every block.",
+        description="For whole blocks: segment width n. Blocks 0 to n-1, n to 2n-1, … share one checkpoint: every "
+        "block is still recomputed, fewer boundaries are kept, the working set in backward is n blocks. For "
+        "feed-forward sides (`torch-ffn`, `unsloth-ffn`): block i's is recomputed if i mod n = 0. i counts from 0 in "
+        "each stack. 1 or unset: every block.",
     )
     segment_stride: Annotated[int | None, BeforeValidator(WholeNumber(1))] = Field(
         default=None,
         alias="gradient_checkpointing_segment_stride",
         description="Distance s between segment starts, at least the interval n: interval 2 and stride 4 recompute "
-        "blocks 0-1, keep 2-3, recompute 4-5, … With `torch-ffn`: block i is treated if i mod s < n. Unset: no gaps.",
+        "blocks 0-1, keep 2-3, recompute 4-5, … For feed-forward sides: block i is treated if i mod s < n. The blocks "
+        "between stay on the accelerator with every backend. Unset: no gaps.",
+    )
+    offload_attention: Annotated[bool, BeforeValidator(Switch())] = Field(
+        default=False,
+        alias="gradient_checkpointing_offload_attention",
+        description="What the attention side of a block saves for backward waits in CPU memory, in every block that "
+        "keeps it: without recomputation, beside `torch-ffn` and `unsloth-ffn`, in the blocks between segments; with "
+        "`torch-selective` it moves the kept attention outputs. Where attention is recomputed there is nothing to "
+        "move. Needs an accelerator.",
+    )
+    offload_pin_memory_max_buckets: Annotated[int, BeforeValidator(WholeNumber(0))] = Field(
+        default=DEFAULT_MAX_BUCKETS,
+        alias="gradient_checkpointing_offload_pin_memory_max_buckets",
+        description="How many distinct sizes of pinned buffers the pool in CPU memory keeps. 0: ordinary CPU memory "
+        "only, whose copies are slower and hold up the computation.",
+    )
+    offload_min_bytes: Annotated[int, BeforeValidator(Size())] = Field(
+        default=DEFAULT_MIN_BYTES,
+        alias="gradient_checkpointing_offload_min_bytes",
+        description="Tensors whose storage is smaller stay on the accelerator.",
     )
 
     # Written out for type checkers: without it they would know the keys of JSON files only, with checked types only.
@@ -77,39 +132,100 @@ class CheckpointConfig(Keys):
         return self
 
     @classmethod
-    def for_attach(cls, backend: Any, interval: Any = None, segment_stride: Any = None) -> Self:
-        """The controls as the arguments of ``lowtide.attach`` give them, where no backend (None) means: keep all."""
-        if is_unset(backend):
-            return cls(gradient_checkpointing=False, interval=interval, segment_stride=segment_stride)
-        return cls(backend=backend, interval=interval, segment_stride=segment_stride)
+    def for_attach(
+        cls,
+        backend: Any,
+        interval: Any = None,
+        segment_stride: Any = None,
+        offload_attention: Any = False,
+        offload_pin_memory_max_buckets: Any = DEFAULT_MAX_BUCKETS,
+        offload_min_bytes: Any = DEFAULT_MIN_BYTES,
+    ) -> Self:
+        """The controls as the arguments of ``lowtide.attach`` give them: no backend (None) recomputes nothing."""
+        given = {
+            "interval": interval,
+            "segment_stride": segment_stride,
+            "offload_attention": offload_attention,
+            "offload_pin_memory_max_buckets": offload_pin_memory_max_buckets,
+            "offload_min_bytes": offload_min_bytes,
+        }
+        return cls(gradient_checkpointing=False, **given) if is_unset(backend) else cls(backend=backend, **given)
 
     def attach_arguments(self) -> dict[str, Any]:
         """The same as keyword arguments of ``lowtide.attach``."""
-        backend = self.backend if self.gradient_checkpointing else None
-        return {"backend": backend, "interval": self.interval, "segment_stride": self.segment_stride}
+        return {
+            "backend": self.backend if self.gradient_checkpointing else None,
+            "interval": self.interval,
+            "segment_stride": self.segment_stride,
+            "offload_attention": self.offload_attention,
+            "offload_pin_memory_max_buckets": self.offload_pin_memory_max_buckets,
+            "offload_min_bytes": self.offload_min_bytes,
+        }
 
     @property
     def scope(self) -> str | None:
-        """Treatment of the blocks that are treated: ``"whole"`` or ``"ffn"``; None where nothing is recomputed."""
-        return SCOPES[self.backend] if self.gradient_checkpointing else None
+        """Treatment of the blocks that are treated: whole, ffn or selective; None where nothing is recomputed."""
+        return _BACKENDS[self.backend].treatment if self.gradient_checkpointing else None
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything is asked to wait in CPU memory, so that an accelerator is needed."""
+        return self.offload_attention or bool(self._backend_moves)
+
+    @property
+    def _backend_moves(self) -> frozenset[str]:
+        return _BACKENDS[self.backend].moves if self.gradient_checkpointing else frozenset()
 
     def schedule_for(
-        self, depths: Mapping[str, int], feed_forward: Mapping[str, bool], *, model: str = "this model"
+        self,
+        depths: Mapping[str, int],
+        feed_forward: Mapping[str, bool],
+        attention: Mapping[str, bool],
+        *,
+        model: str = "this model",
     ) -> Schedule:
-        """The treatment of every block.
+        """The treatment of every block, and what of it waits in CPU memory.
 
-        depths: number of blocks of each stack. feed_forward: whether any of its blocks has a feed-forward side.
-        model: how to name the model to people. Warns where the interval is wider than every stack.
-        Raises UnsupportedError where the scope is the feed-forward side and no stack has one.
+        depths: number of blocks of each stack. feed_forward, attention: whether any of its blocks has a feed-forward
+        side, and a softmax-attention side. model: how to name the model to people. Warns where the interval is wider
+        than every stack. Raises UnsupportedError where no stack has the side that the backend or ``offload_attention``
+        is about.
         """
-        if self.scope == FFN and not any(feed_forward[name] for name in depths):
-            raise UnsupportedError(_no_feed_forward(self.backend, model))
+        self._check_sides(any(feed_forward[name] for name in depths), any(attention[name] for name in depths), model)
         self._warn_if_wide(depths.values(), model)
-        return Schedule({name: self._stack(depth, feed_forward[name]) for name, depth in depths.items()})
+        return Schedule(
+            {name: self._stack(depth, feed_forward[name], attention[name]) for name, depth in depths.items()}
+        )
 
-    def _stack(self, depth: int, has_feed_forward: bool) -> StackSchedule:
-        if self.scope == WHOLE:
-            return whole_blocks(depth, self.interval or 1, self.segment_stride)
+    def _check_sides(self, feed_forward: bool, attention: bool, model: str) -> None:
+        possible = ", ".join(scopes_of([feed_forward], [attention]))
+        what = f"backend {self.backend!r}"
+        if self.scope == FFN and not feed_forward:
+            raise UnsupportedError(
+                f"{what} recomputes feed-forward sides, and no block of {model} has one. "
+                f"Backends that it can run: {possible}."
+            )
+        if self.scope == SELECTIVE and not attention:
+            raise UnsupportedError(
+                f"{what} keeps the outputs of softmax attention, and no block of {model} has any. "
+                f"Backends that it can run: {possible}."
+            )
+        if self.offload_attention and not attention:
+            raise UnsupportedError(
+                f"offload_attention moves what softmax attention saves, and no block of {model} has any. "
+                f"Leave it out. Backends that it can run: {possible}."
+            )
+
+    def _stack(self, depth: int, has_feed_forward: bool, has_attention: bool) -> StackSchedule:
+        plan = self._treatments(depth, has_feed_forward)
+        treated = [index for index, treatment in enumerate(plan.treatments) if treatment != KEPT]
+        sides = frozenset({BOUNDARY, ATTENTION} if has_attention else {BOUNDARY})
+        plan = plan.moving(self._backend_moves & sides, treated)  # a backend leaves the blocks between segments alone
+        return plan.moving({ATTENTION} & sides) if self.offload_attention else plan
+
+    def _treatments(self, depth: int, has_feed_forward: bool) -> StackSchedule:
+        if self.scope in IN_SEGMENTS:
+            return whole_blocks(depth, self.interval or 1, self.segment_stride, self.scope)
         if self.scope == FFN and has_feed_forward:
             return feed_forwards(depth, self.interval or 1, self.segment_stride)
         return keep_all(depth)
@@ -118,7 +234,7 @@ class CheckpointConfig(Keys):
         deepest = max(depths, default=0)
         if self.interval is None or self.interval <= deepest:
             return
-        if self.scope == WHOLE:
+        if self.scope in IN_SEGMENTS:
             effect = "each stack is one segment"
         elif self.segment_stride is None:
             effect = "only the first block of each stack is treated"
@@ -141,14 +257,7 @@ def parse_switch(value: Any, backends: tuple[str, ...] = BACKENDS) -> bool | str
     return Choice(("true", "false", *backends))(value) if answer is None else answer
 
 
-def scopes_of(feed_forward: Iterable[bool]) -> list[str]:
-    """The backends that a model can run. feed_forward: whether each of its stacks has a feed-forward side."""
-    any_feed_forward = any(feed_forward)
-    return [backend for backend, scope in SCOPES.items() if scope != FFN or any_feed_forward]
-
-
-def _no_feed_forward(backend: str, model: str) -> str:
-    return (
-        f"backend {backend!r} recomputes feed-forward sides, and no block of {model} has one. "
-        f"Backends that it can run: {', '.join(scopes_of([False]))}."
-    )
+def scopes_of(feed_forward: Iterable[bool], attention: Iterable[bool]) -> list[str]:
+    """The backends that a model can run. feed_forward, attention: whether each of its stacks has such a side."""
+    possible = {WHOLE: True, FFN: any(feed_forward), SELECTIVE: any(attention)}
+    return [name for name, backend in _BACKENDS.items() if possible[backend.treatment]]

@@ -1,24 +1,26 @@
 """``lowtide.attach``: from the user's settings to a model whose blocks are recomputed in backward."""
 
-import inspect
-import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 from torch import nn
 
 from lowtide import families
-from lowtide.attention_backend import providers
+from lowtide.attention_backend import entry_points, providers
 from lowtide.controls import CheckpointConfig
 from lowtide.errors import ConfigError
 from lowtide.families.row import Stack
-from lowtide.plan.schedule import FFN, KEPT, WHOLE, Schedule, StackSchedule
+from lowtide.inert import inert
+from lowtide.plan.schedule import Schedule
 from lowtide.runtime.ledger import BlockRecord, Ledger
-from lowtide.runtime.receipt import BlockReceipt, Note, Receipt
+from lowtide.runtime.receipt import BlockReceipt, Copies, Note, Receipt
 from lowtide.runtime.resolve import ResolvedStack, child, resolve
+from lowtide.runtime.store import MAX_SIZES, MIN_BYTES, Store, accelerator_or_simulated
 from lowtide.runtime.swap import intercept, release
-from lowtide.runtime.tracer import Tracer, Unit
+from lowtide.runtime.tracer import Tracer
+from lowtide.runtime.unit import units_of
 
 
 class Handle:
@@ -26,21 +28,26 @@ class Handle:
 
     def __init__(self, model: nn.Module, stacks: list[ResolvedStack], schedule: Schedule, config: CheckpointConfig):
         self.stacks = stacks
+        wanted, schedule = schedule, without_last_round_trip(schedule, [stack.name for stack in stacks])
         self.schedule = schedule
         self.config = config
-        self._ledger = Ledger(model)
-        units = list(_units(stacks, schedule, self._ledger, config.scope))
+        self._store = _store(model, schedule, config)
+        self._ledger = Ledger(model, self._store)
+        units = list(units_of(stacks, schedule, wanted, self._ledger, config.scope))
         self._modules = {name: module for name, module, _ in units}
-        self._tracer = Tracer([(module, unit) for _, module, unit in units], self._ledger, providers())
+        intercepted = [(module, unit) for _, module, unit in units]
+        self._tracer = Tracer(intercepted, self._ledger, providers(), self._store, entry_points())
         intercept(self._modules.items(), self._tracer)
 
     def receipt(self) -> Receipt:
         """What ran in the last step. Valid once its backward is done."""
         ledger = self._ledger
         blocks = tuple(self._block(number, record) for number, record in enumerate(ledger.records))
+        copies = self._store.copies() if self._store is not None else Copies()
         return Receipt(
             blocks=blocks,
-            inert=tuple(_inert(self.config, blocks)),
+            copies=copies,
+            inert=tuple(inert(self.config, blocks, copies)),
             fallbacks=tuple(Note(name, reason) for name, reason in ledger.fallbacks.items()),
             warnings=tuple(self._warnings()),
         )
@@ -51,14 +58,18 @@ class Handle:
             name=record.name,
             stack=record.stack,
             index=record.index,
-            treatment=record.treatment,
+            treatment=self._treatment(record),
             segment=record.segment,
             reason=record.reason if record.forward_calls else "not called",
             recompute_calls=record.recompute_calls,
             kept_bytes=storages.held_bytes(number) if storages is not None else 0,
-            cpu_bytes=0,
+            cpu_bytes=storages.moved_bytes(number) if storages is not None else 0,
             recomputed_bytes=storages.dropped_bytes(number) if storages is not None else 0,
         )
+
+    def _treatment(self, record: BlockRecord) -> str:
+        moves = self.schedule.stacks[record.stack].moves[record.index] and record.treatment == record.planned
+        return record.treatment + "+offload" if moves else record.treatment
 
     def _warnings(self) -> Iterator[str]:
         if not any(record.forward_calls for record in self._ledger.records):  # rule 22
@@ -102,6 +113,8 @@ class Handle:
         """Restore the model exactly. Graphs that are still alive can be run backward."""
         release(self._modules.values())
         self._tracer.active = False
+        if self._store is not None:
+            self._store.close()
 
     def __enter__(self) -> "Handle":
         return self
@@ -118,21 +131,32 @@ def attach(
     backend: str | None = "torch",
     interval: int | None = None,
     segment_stride: int | None = None,
+    offload_attention: bool = False,
+    offload_pin_memory_max_buckets: int = MAX_SIZES,
+    offload_min_bytes: int = MIN_BYTES,
     family: str | None = None,
     schedule: Schedule | None = None,
     **unknown: Any,
 ) -> Handle:
-    """Recompute activations of ``model``'s blocks in backward, with exactly the gradients of a plain run.
+    """Recompute activations of ``model``'s blocks in backward, or let them wait in CPU memory, with exactly the
+    gradients of a plain run.
 
     model: any module that has block stacks: a diffusers or transformers model, also inside DDP, PEFT or torch.compile
         wrappers. Known classes use their family's row; for others the stacks are found by structure.
-    backend: ``"torch"`` whole blocks, ``"torch-ffn"`` feed-forward sides, None nothing.
+    backend: ``"torch"`` recomputes whole blocks, ``"torch-ffn"`` feed-forward sides, ``"torch-selective"`` whole blocks
+        but for their attention kernels; ``"unsloth"``, ``"unsloth-ffn"``, ``"unsloth-selective"`` the same, and what
+        they must hold waits in CPU memory; None: nothing is recomputed.
     interval, segment_stride: see docs/controls.md.
+    offload_attention: what attention sides save waits in CPU memory, where they are not recomputed.
+    offload_pin_memory_max_buckets: distinct sizes of pinned CPU buffers; 0: ordinary CPU memory.
+    offload_min_bytes: smaller tensors stay on the device.
     family: a key, title or alias of ``lowtide families``; default: by the model's class.
-    schedule: an explicit treatment of every block, instead of backend, interval and segment_stride.
+    schedule: an explicit treatment of every block (see lowtide.plan.schedule), instead of backend, interval,
+        segment_stride and offload_attention.
 
-    Raises ConfigError for a wrong value or a model that is attached already, UnsupportedError where the model cannot
-    run the scope. Activation checkpointing with non-reentrant semantics: Chen et al., arXiv:1604.06174.
+    Raises ConfigError for a wrong value, a model that is attached already, or offload without an accelerator;
+    UnsupportedError where the model cannot run the scope. Activation checkpointing with non-reentrant semantics: Chen
+    et al., arXiv:1604.06174. Offload beside computation: Rhu et al. (vDNN), arXiv:1602.08124.
     """
     if unknown:
         CheckpointConfig(**unknown)  # raises the error that names the nearest key
@@ -141,11 +165,17 @@ def attach(
     root, rows = _rows_for(model, family)
     stacks = resolve(root, rows)
     if schedule is not None:
-        _check_exclusive(backend, interval, segment_stride)
-        config = CheckpointConfig(gradient_checkpointing=False)
+        _check_exclusive(backend, interval, segment_stride, offload_attention)
+        config = CheckpointConfig(
+            gradient_checkpointing=False,
+            offload_pin_memory_max_buckets=offload_pin_memory_max_buckets,
+            offload_min_bytes=offload_min_bytes,
+        )
         _check_schedule(schedule, stacks)
     else:
-        config = CheckpointConfig.for_attach(backend, interval, segment_stride)
+        config = CheckpointConfig.for_attach(
+            backend, interval, segment_stride, offload_attention, offload_pin_memory_max_buckets, offload_min_bytes
+        )
         schedule = schedule_for(stacks, config, type(root).__name__)
     return Handle(root, stacks, schedule, config)
 
@@ -154,7 +184,35 @@ def schedule_for(stacks: list[ResolvedStack], config: CheckpointConfig, model: s
     """The treatment that the controls ask for, for every block of the resolved stacks."""
     depths = {stack.name: len(stack.blocks) for stack in stacks}
     has_feed_forward = {stack.name: stack.has_feed_forward for stack in stacks}
-    return config.schedule_for(depths, has_feed_forward, model=model)
+    has_attention = {stack.name: stack.has_attention for stack in stacks}
+    return config.schedule_for(depths, has_feed_forward, has_attention, model=model)
+
+
+def without_last_round_trip(schedule: Schedule, stacks: Sequence[str]) -> Schedule:
+    """The same schedule, but what runs last stays on the device: backward asks for it at once."""
+    last = stacks[-1]
+    plan = schedule.stacks[last]
+    if not any(plan.moves):
+        return schedule
+    end = plan.depth - 1
+    segment = plan.segments[end]
+    stay = {end} if segment is None else set(plan.blocks_of(segment))
+    moves = tuple(frozenset() if index in stay else moves for index, moves in enumerate(plan.moves))
+    return replace(schedule, stacks={**schedule.stacks, last: replace(plan, moves=moves)})
+
+
+def _store(model: nn.Module, schedule: Schedule, config: CheckpointConfig) -> Store | None:
+    if config.moves or schedule.moves_anything:
+        accelerator_or_simulated()
+    if not schedule.moves_anything:
+        return None
+    return Store(
+        model,
+        min_bytes=config.offload_min_bytes,
+        max_sizes=config.offload_pin_memory_max_buckets,
+        in_flight_bytes=schedule.in_flight_bytes,
+        prefetch_bytes=schedule.prefetch_bytes,
+    )
 
 
 def _rows_for(model: nn.Module, family: str | None) -> tuple[nn.Module, tuple[Stack, ...] | None]:
@@ -184,9 +242,13 @@ def _check_own_switch(model: nn.Module) -> None:
             )
 
 
-def _check_exclusive(backend: str | None, interval: int | None, segment_stride: int | None) -> None:
-    if backend not in (None, "torch") or interval is not None or segment_stride is not None:
-        raise ConfigError("`schedule` is complete by itself: leave backend, interval and segment_stride out.")
+def _check_exclusive(
+    backend: str | None, interval: int | None, segment_stride: int | None, offload_attention: bool
+) -> None:
+    if backend not in (None, "torch") or interval is not None or segment_stride is not None or offload_attention:
+        raise ConfigError(
+            "`schedule` is complete by itself: leave backend, interval, segment_stride and offload_attention out."
+        )
 
 
 def _check_schedule(schedule: Schedule, stacks: list[ResolvedStack]) -> None:
@@ -194,58 +256,3 @@ def _check_schedule(schedule: Schedule, stacks: list[ResolvedStack]) -> None:
     given = {name: stack.depth for name, stack in schedule.stacks.items()}
     if given != depths:
         raise ConfigError(f"the schedule is for stacks {given}, but this model has {depths}")
-
-
-def _units(
-    stacks: Sequence[ResolvedStack], schedule: Schedule, ledger: Ledger, scope: str | None
-) -> Iterator[tuple[str, nn.Module, Unit]]:
-    for stack in stacks:
-        plan = schedule.stacks[stack.name]
-        for index, (name, block) in enumerate(stack.blocks):
-            treatment = plan.treatments[index]
-            chains = stack.chains(block) if treatment == FFN else []
-            bare = FFN in (treatment, scope) and not stack.chains(block)
-            reason = "no feed-forward" if bare else None
-            record = ledger.add(name, stack.name, index, KEPT if bare else treatment, reason)
-            yield name, block, _block_unit(block, record, stack, plan, index)
-            for number, chain in enumerate(chains):
-                yield from _chain_units(name, record, number, chain)
-
-
-def _chain_units(
-    block: str, record: BlockRecord, number: int, chain: list[tuple[str, nn.Module]]
-) -> Iterator[tuple[str, nn.Module, Unit]]:
-    for place, (path, module) in enumerate(chain):
-        counts = number == place == 0  # both streams of a block are one recomputation of its feed-forward side
-        unit = Unit(weakref.ref(module), record, FFN, (block, number), position=place, counts=counts)
-        unit.width, unit.last = len(chain), len(chain) - 1
-        yield f"{block}.{path}", module, unit
-
-
-def _block_unit(block: nn.Module, record: BlockRecord, stack: ResolvedStack, plan: StackSchedule, index: int) -> Unit:
-    number = plan.segments[index]
-    if plan.treatments[index] != WHOLE or number is None:
-        return Unit(weakref.ref(block), record, KEPT, stack.name)
-    width = len(plan.blocks_of(number))
-    carry = _carry_places(block, stack.row.carry)
-    return Unit(weakref.ref(block), record, WHOLE, stack.name, number, index, width, carry)
-
-
-def _carry_places(block: nn.Module, names: Sequence[str]) -> tuple[tuple[int, str], ...]:
-    if not names:
-        return ()
-    parameters = list(inspect.signature(block.forward).parameters)
-    return tuple((parameters.index(name), name) for name in names if name in parameters)
-
-
-def _inert(config: CheckpointConfig, blocks: Sequence[BlockReceipt]) -> Iterator[Note]:
-    """Options that were honoured and changed no treatment in this step."""
-    whole = [block for block in blocks if block.treatment == WHOLE and block.segment is not None]
-    interval, stride = config.interval or 1, config.segment_stride
-    if interval > 1 and whole and len({block.segment for block in whole}) == len(whole):
-        yield Note("interval", "no segment held more than one block in this step")
-    if stride is not None and not any(block.treatment == KEPT for block in blocks):
-        yield Note("segment_stride", "no block was left between two segments")
-    treated = [block for block in blocks if block.treatment != KEPT]
-    if treated and not any(block.recompute_calls for block in treated):
-        yield Note("backend", "nothing was recomputed in this step: no backward yet, or no block needed a gradient")

@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from numbers import Integral
@@ -18,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
 from lowtide.errors import ConfigError
+from lowtide.units import UNITS, parse_bytes
 
 _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0")
@@ -97,6 +99,23 @@ class WholeNumber:
         return number
 
 
+@dataclass(frozen=True)
+class Size:
+    """Validator of a size in bytes: a whole number, or text with a unit ("512 KiB")."""
+
+    allowed = "a size, 0 bytes or more: a whole number of bytes, or one with a unit as in 512KiB or '1.5 MB'"
+
+    def __call__(self, value: Any) -> int:
+        number = _whole(value)
+        if number is None and isinstance(value, str):
+            with suppress(ConfigError):
+                number = parse_bytes(value)
+        if number is None or number < 0:
+            near = _misspelt_unit(value) if isinstance(value, str) else ""
+            raise ConfigError(f"{shown(value)} is not allowed; allowed: {self.allowed}.{near}")
+        return number
+
+
 class Keys(BaseModel):
     """Base of a configuration. A field's alias is its key in JSON files; both names are taken, an unset one falls back.
 
@@ -168,6 +187,11 @@ def _whole(value: Any) -> int | None:
     if isinstance(value, float):
         return int(value) if math.isfinite(value) and value == int(value) else None
     return int(value) if isinstance(value, Integral) else None
+
+
+def _misspelt_unit(size: str) -> str:
+    word, units = _word(size.strip(" +-.0123456789")), {unit.lower(): unit for unit in UNITS}
+    return "" if word in units else _nearest(word, units)
 
 
 def _once_each(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

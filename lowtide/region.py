@@ -14,11 +14,14 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from lowtide.attention_backend import has_own_state, providers
 from lowtide.errors import ConfigError
+from lowtide.offload import shared_store
 from lowtide.runtime.context import Context, accelerator, default_generators
 from lowtide.runtime.flatten import flatten_call, is_filled
+from lowtide.runtime.link import simulated
 from lowtide.runtime.segment import Call, Nesting, Segment
+from lowtide.runtime.store import MAX_SIZES, MIN_BYTES
 
-BACKENDS = ("torch",)
+BACKENDS = ("torch", "unsloth")
 
 
 def checkpoint(
@@ -31,16 +34,19 @@ def checkpoint(
     determinism_check: str = "default",
     debug: bool = False,
     early_stop: bool = True,
+    offload_min_bytes: int = MIN_BYTES,
     **kwargs: Any,
 ) -> Any:
     """``function(*args, **kwargs)``, whose saved tensors are dropped and recomputed in backward.
 
+    backend: with ``"unsloth"``, arguments of at least offload_min_bytes wait for backward in CPU memory.
     Takes torch's keywords. ``use_reentrant=True`` is refused: gradients of arguments without requires_grad would be
     lost. ``determinism_check="none"`` compares nothing; by default shapes and dtypes are compared and, for CPU tensors,
     a few values; ``debug=True`` compares values of every saved tensor on every device. Arguments and closed-over
     variables are seen in backward as they were at the call, lists and dicts included; other objects by identity.
 
-    Raises ConfigError for a wrong keyword; ReplayError in backward where the recomputation differs from the forward.
+    Raises ConfigError for a wrong keyword, or offload without an accelerator; ReplayError in backward where the
+    recomputation differs from the forward.
     """
     _check_options(backend, use_reentrant, determinism_check)
     if get_eval_frame_callback() is not None:  # called from compiled code: run eagerly, as the recomputation will
@@ -54,21 +60,27 @@ def checkpoint(
             determinism_check=determinism_check,
             debug=debug,
             early_stop=early_stop,
+            offload_min_bytes=offload_min_bytes,
             **kwargs,
         )
+    store = shared_store(offload_min_bytes, MAX_SIZES, simulated.get()) if backend == "unsloth" else None
     if not torch.is_grad_enabled() or not _saved_tensors_hooks_is_enabled():
         return function(*args, **kwargs)
     forward_context, replay_context = context_fn() if context_fn is not None else (None, None)
     arguments, leaves = flatten_call((function, *args), kwargs, opaque=True)
     context, kind, nesting = _surroundings(has_own_state())
-    segment = Segment(context, kind, nesting, early_stop=early_stop)
+    segment = Segment(context, kind, nesting, early_stop=early_stop, hold=None if store is None else store.move)
     call = Call(_name(function), _Region(forward_context, replay_context), modules_of(function))
     call.compared = determinism_check != "none"
     call.spot_check = call.compared
     call.debug = debug
     devices = {tensor.device for tensor in leaves}
     generators = [*default_generators(kind, devices), *leaves.generators] if preserve_rng_state else []
+    if store is not None:
+        store.enter_block(id(segment), call.name)
     segment.record(call, arguments, leaves, generators)
+    if store is not None:
+        store.flush()
     return segment.run(call, (function, *args), kwargs, leaves, register_outputs=False)
 
 

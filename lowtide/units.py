@@ -15,6 +15,7 @@ _UNITS_BYTES = {
     "GB": 10**9,
     "TB": 10**12,
 }
+UNITS = tuple(_UNITS_BYTES)
 _BY_WORD = {unit.lower(): size_bytes for unit, size_bytes in _UNITS_BYTES.items()}
 _SIZE = re.compile(r"(\d{1,30}(?:\.\d{1,30})?)\s*([a-z]*)", re.ASCII)
 _ALLOWED = (

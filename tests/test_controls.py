@@ -13,14 +13,30 @@ from hypothesis import strategies as st
 
 from lowtide.controls import BACKENDS, CheckpointConfig, parse_switch, scopes_of
 from lowtide.errors import ConfigError, UnsupportedError
-from lowtide.plan.schedule import FFN, KEPT, WHOLE, feed_forwards, keep_all, whole_blocks
+from lowtide.plan.schedule import (
+    ATTENTION,
+    BOUNDARY,
+    FFN,
+    KEPT,
+    MOVES,
+    SELECTIVE,
+    WHOLE,
+    StackSchedule,
+    feed_forwards,
+    keep_all,
+    whole_blocks,
+)
 
 FLAT = {
     "gradient_checkpointing": "gradient_checkpointing",
     "backend": "gradient_checkpointing_backend",
     "interval": "gradient_checkpointing_interval",
     "segment_stride": "gradient_checkpointing_segment_stride",
+    "offload_attention": "gradient_checkpointing_offload_attention",
+    "offload_pin_memory_max_buckets": "gradient_checkpointing_offload_pin_memory_max_buckets",
+    "offload_min_bytes": "gradient_checkpointing_offload_min_bytes",
 }
+ALLOWED_BACKENDS = "torch, torch-ffn, unsloth, unsloth-ffn, torch-selective, unsloth-selective"
 UNSET = [None, "none", "None", "null", " NULL ", ""]
 
 
@@ -40,12 +56,18 @@ def valid_keys(draw: st.DrawFn) -> dict[str, Any]:
         spellings = ["true", "Yes", "ON", "1", True] if on else ["False", "no", " off ", "0", False]
         keys["gradient_checkpointing"] = draw(st.sampled_from(spellings))
     if draw(st.booleans()):
-        keys["backend"] = draw(st.sampled_from(["torch", "torch-ffn", " Torch ", "TORCH-FFN", *UNSET]))
+        keys["backend"] = draw(st.sampled_from([*BACKENDS, " Torch ", "UNSLOTH-Selective", *UNSET]))
     if on is not False and draw(st.booleans()):
         width = draw(st.integers(1, 50))
         keys["interval"] = draw(st.sampled_from([width, str(width), float(width)]))
         if draw(st.booleans()):
             keys["segment_stride"] = draw(st.integers(width, 60))
+    if draw(st.booleans()):
+        keys["offload_attention"] = draw(st.sampled_from([True, "on", 1, False, "No", "none"]))
+    if draw(st.booleans()):
+        keys["offload_pin_memory_max_buckets"] = draw(st.sampled_from([0, "3", 12, None]))
+    if draw(st.booleans()):
+        keys["offload_min_bytes"] = draw(st.sampled_from([0, 2**40, "4096", "1.5 KiB", " 2mb ", ""]))
     return keys
 
 
@@ -71,7 +93,7 @@ def test_configuration_to_file_to_configuration_is_the_identity(keys: dict[str, 
 def test_attach_arguments_mean_the_same(keys: dict[str, Any]) -> None:
     config = CheckpointConfig(**keys)
     again = CheckpointConfig.for_attach(**config.attach_arguments())
-    assert again.scope == config.scope
+    assert (again.scope, again.moves) == (config.scope, config.moves)
     assert again.attach_arguments() == config.attach_arguments()
 
 
@@ -84,10 +106,40 @@ def test_false_and_null_survive() -> None:
 
 def test_defaults() -> None:
     config = CheckpointConfig()
-    assert config.attach_arguments() == {"backend": "torch", "interval": None, "segment_stride": None}
-    assert config.scope == WHOLE
-    assert CheckpointConfig(backend="torch-ffn").scope == FFN
+    assert config.attach_arguments() == {
+        "backend": "torch",
+        "interval": None,
+        "segment_stride": None,
+        "offload_attention": False,
+        "offload_pin_memory_max_buckets": 12,
+        "offload_min_bytes": 2**20,
+    }
+    assert (config.scope, config.moves) == (WHOLE, False)
     assert CheckpointConfig(gradient_checkpointing=False).scope is None
+
+
+@pytest.mark.parametrize(
+    ("backend", "scope", "moves"),
+    [
+        ("torch", WHOLE, False),
+        ("torch-ffn", FFN, False),
+        ("unsloth", WHOLE, True),
+        ("unsloth-ffn", FFN, True),
+        ("torch-selective", SELECTIVE, False),
+        ("unsloth-selective", SELECTIVE, True),
+    ],
+)
+def test_what_a_backend_treats_and_whether_it_needs_an_accelerator(backend: str, scope: str, moves: bool) -> None:
+    config = CheckpointConfig(backend=backend)
+    assert (config.scope, config.moves) == (scope, moves)
+    assert CheckpointConfig(backend=backend, offload_attention=True).moves
+    assert not CheckpointConfig(gradient_checkpointing=False, backend=backend).moves
+
+
+def test_attention_offload_alone() -> None:
+    config = CheckpointConfig(gradient_checkpointing=False, offload_attention=True)
+    assert (config.scope, config.moves) == (None, True)
+    assert config == CheckpointConfig.for_attach(None, offload_attention="yes")
 
 
 @pytest.mark.parametrize("unset", UNSET)
@@ -123,20 +175,69 @@ def test_wrong_strides(value: Any) -> None:
     [
         ("torhc", "Did you mean 'torch'?"),
         ("torch_ffn", "Did you mean 'torch-ffn'?"),
+        ("unslot", "Did you mean 'unsloth'?"),
+        ("unsloth_ffn", "Did you mean 'unsloth-ffn'?"),
+        ("unsloth selective", "Did you mean 'unsloth-selective'?"),
         ("False", "To recompute nothing, set gradient_checkpointing to false"),
         ("true", "set gradient_checkpointing to false"),
         (False, "set gradient_checkpointing to false"),
-        ("unsloth", "allowed: torch, torch-ffn."),
-        ("auto", "allowed: torch, torch-ffn."),
-        (3, "allowed: torch, torch-ffn."),
-        (["torch"], "allowed: torch, torch-ffn."),
+        ("auto", ""),
+        (3, ""),
+        (["torch"], ""),
     ],
 )
 @pytest.mark.parametrize("name", ["backend", "gradient_checkpointing_backend"])
 def test_wrong_backends(name: str, value: Any, hint: str) -> None:
     message = message_of(**{name: value})
-    assert message.startswith(f"{name}: {value!r} is not allowed; allowed: torch, torch-ffn.")
+    assert message.startswith(f"{name}: {value!r} is not allowed; allowed: {ALLOWED_BACKENDS}.")
     assert hint in message
+    assert bool(hint) == (not message.endswith(f"{ALLOWED_BACKENDS}."))
+
+
+@pytest.mark.parametrize("value", [-1, "-1", 1.5, True, False, "twelve", "1.0", [12], math.inf])
+@pytest.mark.parametrize("name", ["offload_pin_memory_max_buckets", FLAT["offload_pin_memory_max_buckets"]])
+def test_wrong_numbers_of_buckets(name: str, value: Any) -> None:
+    assert message_of(**{name: value}) == f"{name}: {value!r} is not allowed; allowed: a whole number, 0 or more."
+
+
+@pytest.mark.parametrize("value", [0, 1, "0", 12])
+def test_numbers_of_buckets(value: Any) -> None:
+    assert CheckpointConfig(offload_pin_memory_max_buckets=value).offload_pin_memory_max_buckets == int(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "size_bytes"),
+    [(0, 0), ("0", 0), (4096.0, 4096), ("4096", 4096), ("1MiB", 2**20), (" 1.5 kb ", 1500), ("2 gib", 2**31)],
+)
+def test_smallest_sizes(value: Any, size_bytes: int) -> None:
+    found = CheckpointConfig(offload_min_bytes=value).offload_min_bytes
+    assert (found, type(found)) == (size_bytes, int)
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        (-1, ""),
+        ("-1 MiB", ""),
+        (1.5, ""),
+        (True, ""),
+        ("big", ""),
+        ([1], ""),
+        (math.nan, ""),
+        ("1 MiBi", " Did you mean 'MiB'?"),
+        ("3gbb", " Did you mean 'GB'?"),
+    ],
+)
+@pytest.mark.parametrize("name", ["offload_min_bytes", FLAT["offload_min_bytes"]])
+def test_wrong_smallest_sizes(name: str, value: Any, hint: str) -> None:
+    allowed = "a size, 0 bytes or more: a whole number of bytes, or one with a unit as in 512KiB or '1.5 MB'"
+    assert message_of(**{name: value}) == f"{name}: {value!r} is not allowed; allowed: {allowed}.{hint}"
+
+
+@pytest.mark.parametrize("value", [2, -1, "attention", 0.0, []])
+def test_wrong_switches_of_attention_offload(value: Any) -> None:
+    message = message_of(offload_attention=value)
+    assert message.startswith(f"offload_attention: {value!r} is not allowed; allowed: true or false")
 
 
 def test_a_long_value_is_cut() -> None:
@@ -166,6 +267,10 @@ def test_a_misspelt_switch_names_its_neighbour() -> None:
         ("gradient_checkpoint", "gradient_checkpointing"),
         ("gradient_checkpoint_interval", "gradient_checkpointing_interval"),
         ("gradient-checkpointing", "gradient_checkpointing"),
+        ("offload_attn", "offload_attention"),
+        ("gradient_checkpointing_offload_attentions", "gradient_checkpointing_offload_attention"),
+        ("gradient_checkpointing_pin_memory_max_buckets", FLAT["offload_pin_memory_max_buckets"]),
+        ("offload_minimum_bytes", "offload_min_bytes"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(key: str, meant: str) -> None:
@@ -173,18 +278,14 @@ def test_an_unknown_key_names_the_nearest(key: str, meant: str) -> None:
     assert message.startswith(f"unknown key {key!r}. Did you mean {meant!r}? Known keys: gradient_checkpointing, ")
 
 
-@pytest.mark.parametrize(
-    "key",
-    ["vram_budget", "on_out_of_memory", *(f"gradient_checkpointing_{end}" for end in ("offload_attention", "budget"))],
-)
+@pytest.mark.parametrize("key", ["vram_budget", "on_out_of_memory", "gradient_checkpointing_budget"])
 def test_a_key_that_this_version_does_not_have_is_unknown(key: str) -> None:
     message = message_of(**{key: True})
     assert message.startswith(f"unknown key {key!r}. Known keys: ")
-    assert message.count("gradient_checkpointing_offload_attention") <= 1
 
 
 def test_known_keys_are_listed_in_the_style_of_the_caller() -> None:
-    assert message_of(vram_budget=1).endswith("Known keys: gradient_checkpointing, backend, interval, segment_stride.")
+    assert message_of(vram_budget=1).endswith(f"Known keys: {', '.join(FLAT)}.")
     in_a_file = message_of(vram_budget=1, gradient_checkpointing_backend="torch")
     assert in_a_file.endswith(f"Known keys: {', '.join(FLAT.values())}.")
 
@@ -211,6 +312,9 @@ def test_keys_that_contradict_each_other(flat: bool) -> None:
     assert message(segment_stride=4).startswith(f"{stride} = 4 needs {interval}, the width of a segment")
     assert message(gradient_checkpointing=False, interval=2).startswith(f"{interval} = 2 needs a backend")
     assert message(gradient_checkpointing="no", segment_stride=2).startswith(f"{stride} = 2 needs a backend")
+    alone = message(gradient_checkpointing=False, offload_attention=True, interval=2)
+    assert alone.startswith(f"{interval} = 2 needs a backend")
+    assert ALLOWED_BACKENDS in alone
 
 
 def test_no_backend_for_attach_takes_no_interval() -> None:
@@ -270,34 +374,142 @@ class TestFile:
 
 DEPTHS = {"double": 6, "single": 8}
 EVERY_STACK = {"double": True, "single": True}
+NO_STACK = {"double": False, "single": False}
+
+
+def words_of(stack: StackSchedule) -> list[str]:
+    """``whole+boundary`` for each block."""
+    return [
+        "+".join([treatment, *sorted(moves)]) for treatment, moves in zip(stack.treatments, stack.moves, strict=True)
+    ]
+
+
+@given(valid_keys(), st.integers(1, 12), st.booleans())
+@pytest.mark.filterwarnings("ignore:interval .* is wider")
+def test_what_moves_is_what_the_treatment_holds_and_the_keys_ask_for(
+    keys: dict[str, Any], depth: int, any_feed_forward: bool
+) -> None:
+    """Against the rules of each key, not the code: gaps stay, a whole block's attention never moves."""
+    config = CheckpointConfig(**keys)
+    sides = {"blocks": True, "more": any_feed_forward}
+    schedule = config.schedule_for({"blocks": depth, "more": depth}, sides, {"blocks": True, "more": True})
+    plain = CheckpointConfig(**{**keys, "backend": (config.backend).replace("unsloth", "torch")})
+    unmoved = plain.schedule_for({"blocks": depth, "more": depth}, sides, {"blocks": True, "more": True})
+    on, offloading = config.gradient_checkpointing, config.backend.startswith("unsloth")
+    for name, stack in schedule.stacks.items():
+        assert (stack.treatments, stack.segments) == (unmoved.stacks[name].treatments, unmoved.stacks[name].segments)
+        for treatment, moves in zip(stack.treatments, stack.moves, strict=True):
+            assert moves <= MOVES[treatment]
+            assert (BOUNDARY in moves) == (on and offloading and treatment != KEPT)
+            selective_moves = treatment == SELECTIVE and offloading
+            assert (ATTENTION in moves) == (treatment != WHOLE and (config.offload_attention or selective_moves))
+    assert config.moves or not schedule.moves_anything
 
 
 class TestSchedule:
     def test_whole_blocks_by_stack(self) -> None:
-        schedule = CheckpointConfig(interval=2, segment_stride=4).schedule_for(DEPTHS, EVERY_STACK)
+        schedule = CheckpointConfig(interval=2, segment_stride=4).schedule_for(DEPTHS, EVERY_STACK, EVERY_STACK)
         assert schedule.stacks == {"double": whole_blocks(6, 2, 4), "single": whole_blocks(8, 2, 4)}
 
     def test_nothing_recomputed(self) -> None:
-        schedule = CheckpointConfig(gradient_checkpointing=False).schedule_for(DEPTHS, EVERY_STACK)
+        schedule = CheckpointConfig(gradient_checkpointing=False).schedule_for(DEPTHS, EVERY_STACK, EVERY_STACK)
         assert schedule.stacks == {"double": keep_all(6), "single": keep_all(8)}
 
     def test_a_stack_without_feed_forward_is_kept(self) -> None:
         config = CheckpointConfig(backend="torch-ffn", interval=3)
-        schedule = config.schedule_for(DEPTHS, {"double": True, "single": False})
+        schedule = config.schedule_for(DEPTHS, {"double": True, "single": False}, EVERY_STACK)
         assert schedule.stacks == {"double": feed_forwards(6, 3), "single": keep_all(8)}
 
-    def test_no_stack_with_a_feed_forward_is_an_error_that_names_model_and_backends(self) -> None:
-        config = CheckpointConfig(backend="torch-ffn")
+    @pytest.mark.parametrize("backend", ["torch-ffn", "unsloth-ffn"])
+    def test_no_stack_with_a_feed_forward_is_an_error_that_names_model_and_backends(self, backend: str) -> None:
+        config = CheckpointConfig(backend=backend)
         with pytest.raises(UnsupportedError) as caught:
-            config.schedule_for(DEPTHS, dict.fromkeys(DEPTHS, False), model="ConvNet")
-        assert "ConvNet" in str(caught.value)
-        assert str(caught.value).endswith("Backends that it can run: torch.")
+            config.schedule_for(DEPTHS, NO_STACK, NO_STACK, model="ConvNet")
+        assert str(caught.value).startswith(
+            f"backend {backend!r} recomputes feed-forward sides, and no block of ConvNet"
+        )
+        assert str(caught.value).endswith("Backends that it can run: torch, unsloth.")
+
+    @pytest.mark.parametrize(
+        ("keys", "named"),
+        [
+            ({"backend": "torch-selective"}, "backend 'torch-selective' keeps the outputs of softmax attention"),
+            ({"backend": "unsloth-selective", "interval": 2}, "backend 'unsloth-selective' keeps the outputs"),
+            ({"offload_attention": True}, "offload_attention moves what softmax attention saves"),
+            ({"backend": "unsloth-ffn", "offload_attention": True}, "offload_attention moves"),
+            ({"gradient_checkpointing": False, "offload_attention": True}, "offload_attention moves"),
+        ],
+    )
+    def test_no_softmax_attention_is_an_error_that_names_model_and_backends(
+        self, keys: dict[str, Any], named: str
+    ) -> None:
+        with pytest.raises(UnsupportedError) as caught:
+            CheckpointConfig(**keys).schedule_for(DEPTHS, EVERY_STACK, NO_STACK, model="LinearNet")
+        assert str(caught.value).startswith(named)
+        assert "no block of LinearNet has any" in str(caught.value)
+        assert str(caught.value).endswith("Backends that it can run: torch, torch-ffn, unsloth, unsloth-ffn.")
+
+    @pytest.mark.parametrize(
+        ("keys", "words"),
+        [
+            ({"backend": "unsloth"}, ["whole+boundary"] * 6),
+            ({"backend": "unsloth", "interval": 1, "segment_stride": 2}, ["whole+boundary", "kept"] * 3),
+            ({"backend": "unsloth-ffn", "interval": 3}, ["ffn+boundary", "kept", "kept"] * 2),
+            ({"backend": "torch-selective"}, ["selective"] * 6),
+            (
+                {"backend": "unsloth-selective", "interval": 1, "segment_stride": 3},
+                ["selective+attention+boundary", "kept", "kept"] * 2,
+            ),
+            ({"offload_attention": True}, ["whole"] * 6),
+            ({"offload_attention": True, "interval": 1, "segment_stride": 2}, ["whole", "kept+attention"] * 3),
+            (
+                {"backend": "unsloth", "offload_attention": True, "interval": 1, "segment_stride": 2},
+                ["whole+boundary", "kept+attention"] * 3,
+            ),
+            ({"backend": "torch-ffn", "offload_attention": True}, ["ffn+attention"] * 6),
+            (
+                {"backend": "unsloth-ffn", "offload_attention": True, "interval": 2},
+                ["ffn+attention+boundary", "kept+attention"] * 3,
+            ),
+            ({"backend": "torch-selective", "offload_attention": True}, ["selective+attention"] * 6),
+            ({"gradient_checkpointing": False, "offload_attention": True}, ["kept+attention"] * 6),
+        ],
+        ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else "",
+    )
+    def test_what_waits_in_cpu_memory(self, keys: dict[str, Any], words: list[str]) -> None:
+        schedule = CheckpointConfig(**keys).schedule_for(DEPTHS, EVERY_STACK, EVERY_STACK)
+        assert words_of(schedule.stacks["double"]) == words
+
+    def test_segments_of_selective_blocks(self) -> None:
+        schedule = CheckpointConfig(backend="torch-selective", interval=2, segment_stride=3).schedule_for(
+            DEPTHS, EVERY_STACK, EVERY_STACK
+        )
+        assert schedule.stacks["double"] == whole_blocks(6, 2, 3, SELECTIVE)
+        assert schedule.stacks["double"].segments == (0, 0, None, 1, 1, None)
+
+    def test_a_stack_without_softmax_attention_moves_none(self) -> None:
+        only_single = {"double": False, "single": True}
+        schedule = CheckpointConfig(backend="unsloth-selective").schedule_for(DEPTHS, EVERY_STACK, only_single)
+        assert set(words_of(schedule.stacks["double"])) == {"selective+boundary"}
+        assert set(words_of(schedule.stacks["single"])) == {"selective+attention+boundary"}
+        alone = CheckpointConfig(gradient_checkpointing=False, offload_attention=True)
+        schedule = alone.schedule_for(DEPTHS, EVERY_STACK, only_single)
+        assert schedule.stacks["double"] == keep_all(6)
+        assert set(words_of(schedule.stacks["single"])) == {"kept+attention"}
+
+    def test_a_stack_without_feed_forward_can_still_move_its_attention(self) -> None:
+        config = CheckpointConfig(backend="unsloth-ffn", offload_attention=True)
+        schedule = config.schedule_for(DEPTHS, {"double": True, "single": False}, EVERY_STACK)
+        assert set(words_of(schedule.stacks["double"])) == {"ffn+attention+boundary"}
+        assert set(words_of(schedule.stacks["single"])) == {"kept+attention"}
 
     @pytest.mark.parametrize(
         ("keys", "effect", "treated"),
         [
             ({"interval": 9}, "each stack is one segment", {"double": 6, "single": 8}),
             ({"interval": 9, "segment_stride": 20}, "each stack is one segment", {"double": 6, "single": 8}),
+            ({"interval": 9, "backend": "unsloth-selective"}, "each stack is one segment", {"double": 6, "single": 8}),
+            ({"interval": 9, "backend": "unsloth-ffn"}, "only the first block", {"double": 1, "single": 1}),
             ({"interval": 9, "backend": "torch-ffn"}, "only the first block", {"double": 1, "single": 1}),
             (
                 {"interval": 9, "segment_stride": 9, "backend": "torch-ffn"},
@@ -312,12 +524,12 @@ class TestSchedule:
         with pytest.warns(
             UserWarning, match=f"interval 9 is wider than the deepest block stack.*8 blocks.*{effect}"
         ) as seen:
-            schedule = CheckpointConfig(**keys).schedule_for(DEPTHS, EVERY_STACK)
+            schedule = CheckpointConfig(**keys).schedule_for(DEPTHS, EVERY_STACK, EVERY_STACK)
         assert len(seen) == 1
         assert {name: stack.depth - stack.count(KEPT) for name, stack in schedule.stacks.items()} == treated
 
     def test_an_interval_as_wide_as_the_deepest_stack_does_not_warn(self) -> None:
-        schedule = CheckpointConfig(interval=8).schedule_for(DEPTHS, EVERY_STACK)
+        schedule = CheckpointConfig(interval=8).schedule_for(DEPTHS, EVERY_STACK, EVERY_STACK)
         assert schedule.stacks["double"].segments == (0,) * 6  # a warning would be an error here
 
 
@@ -337,10 +549,12 @@ def test_parse_switch(value: Any, meaning: bool | str | None) -> None:
 
 @pytest.mark.parametrize("value", [2, -1, 1.0, "unslot", "torch ffn", [], object])
 def test_parse_switch_refuses_the_rest(value: Any) -> None:
-    with pytest.raises(ConfigError, match="allowed: true, false, torch, torch-ffn"):
+    with pytest.raises(ConfigError, match=f"allowed: true, false, {ALLOWED_BACKENDS}"):
         parse_switch(value)
 
 
 def test_scopes_of() -> None:
-    assert scopes_of([False, True]) == ["torch", "torch-ffn"]
-    assert scopes_of([False]) == ["torch"]
+    assert scopes_of([False, True], [True, False]) == list(BACKENDS)
+    assert scopes_of([False], [True]) == ["torch", "unsloth", "torch-selective", "unsloth-selective"]
+    assert scopes_of([True], [False]) == ["torch", "torch-ffn", "unsloth", "unsloth-ffn"]
+    assert scopes_of([False], [False]) == ["torch", "unsloth"]

@@ -18,7 +18,7 @@ LAYERS = (
     ("families",),
     ("plan",),
     ("runtime",),
-    ("keys", "controls", "attention_backend", "handle", "region"),
+    ("keys", "controls", "attention_backend", "handle", "region", "offload", "testing", "inert"),
     ("measure",),
     ("train",),
     ("bench",),
@@ -37,6 +37,9 @@ ALLOWED: Mapping[str, set[str]] = {
     "controls": {"pydantic"},
     "handle": {"torch"},
     "region": {"torch"},
+    "offload": {"torch"},
+    "testing": set(),
+    "inert": set(),
     "attention_backend": {"torch", "diffusers"},
 }
 

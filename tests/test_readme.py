@@ -15,6 +15,7 @@ from lowtide import families
 from lowtide.cli.app import app
 from lowtide.measure.build import build_model
 from lowtide.measure.inputs import build_inputs
+from lowtide.testing import cpu_offload
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -90,6 +91,15 @@ def test_python_of_the_engine_page_runs() -> None:
     names = reader()
     names["training_loss"](names["model"], names["batches"][0]).backward()
     exec(compile(block, "engine.md", "exec"), names)
+
+
+def test_python_of_the_offload_page_runs() -> None:
+    blocks = code("python", (ROOT / "docs" / "offload.md").read_text(encoding="utf-8"))
+    names = reader()
+    with cpu_offload():
+        for block in blocks:
+            exec(compile(block, "offload.md", "exec"), names)
+    assert len(blocks) == 4
 
 
 @pytest.mark.parametrize("words", [pytest.param(words, id=" ".join(words)) for words in commands("lowtide")])

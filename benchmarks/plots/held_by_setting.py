@@ -10,14 +10,12 @@ Writes docs/images/held_by_setting.svg and appends the numbers to benchmarks/res
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from matplotlib import pyplot
@@ -65,28 +63,6 @@ class Row:
     only_feed_forward: bool
 
 
-def fused_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    **_: Any,
-) -> torch.Tensor:
-    """Scaled dot-product attention that saves what a fused kernel saves, on the meta device too."""
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return kernel(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
-
-
-@contextmanager
-def on_paper() -> Iterator[None]:
-    """On the meta device torch takes its fallback attention, which saves the whole attention matrix. A GPU does not."""
-    with patch.object(torch.nn.functional, "scaled_dot_product_attention", fused_attention):
-        yield
-
-
 def rows(resolution: int, batch: int) -> list[Row]:
     family = families.find("flux1")
     model: Any = build_model(family, "real", device="meta", dtype=torch.bfloat16)
@@ -95,8 +71,7 @@ def rows(resolution: int, batch: int) -> list[Row]:
     over = {"H": resolution, "W": resolution, "B": batch}
     inputs = build_inputs(family.real, torch.bfloat16, 0, over, device="meta")
     stacks = resolve(model, family.stacks)
-    with on_paper():
-        trace = trace_held(model, stacks, inputs)
+    trace = trace_held(model, stacks, inputs)
     return [
         row(name, trace, schedule_for(stacks, CheckpointConfig(**keys)), sum(len(stack.blocks) for stack in stacks))
         for name, keys in SETTINGS.items()
@@ -110,16 +85,11 @@ def row(name: str, trace: HeldTrace, schedule: Schedule, blocks: int) -> Row:
     return Row(
         setting=name,
         held_bytes=held.held_bytes,
-        piece_bytes=max((saved_bytes(trace, names) for names in held.segments), default=0),
+        piece_bytes=max(map(trace.piece_bytes, held.segments), default=0),
         recomputed=whole + partly,
         blocks=blocks,
         only_feed_forward=partly > 0,
     )
-
-
-def saved_bytes(trace: HeldTrace, names: tuple[str, ...]) -> int:
-    calls = [call for block in trace.calls for call in (block, *block.inner) if call.name in names]
-    return trace.bytes_of(storage for call in calls for storage in call.all_saved)
 
 
 def draw(data: list[Row], title: str) -> None:

@@ -1,6 +1,6 @@
 """``lowtide families``: the models that lowtide has a row for."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -8,6 +8,7 @@ from rich.table import Table
 
 from lowtide.cli.options import AsJson
 from lowtide.cli.output import count_in_words, show, show_json, working
+from lowtide.controls import BACKENDS
 
 
 def families(json: AsJson = False) -> None:
@@ -20,7 +21,9 @@ def families(json: AsJson = False) -> None:
         show_json({"families": rows})
     else:
         show(
-            _table(rows), "\nAny other model works too: `lowtide inspect MODEL_DIR` shows the block stacks found in it."
+            _table(rows),
+            f"\nall: {', '.join(BACKENDS)}.",
+            "Any other model works too: `lowtide inspect MODEL_DIR` shows the block stacks found in it.",
         )
 
 
@@ -29,9 +32,13 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     table.add_column("size", justify="right")
     for row in rows:
         table.add_row(
-            row["key"], row["title"], _stacks(row), "\n".join(row["scopes"]), count_in_words(row["parameters"])
+            row["key"], row["title"], _stacks(row), _backends(row["scopes"]), count_in_words(row["parameters"])
         )
     return table
+
+
+def _backends(scopes: Sequence[str]) -> str:
+    return "all" if set(scopes) == set(BACKENDS) else "\n".join(scopes)
 
 
 def _stacks(row: Mapping[str, Any]) -> str:

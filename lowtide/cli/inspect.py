@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from lowtide.cli.options import AsJson, Backend, Interval, SegmentStride, Target
+from lowtide.cli.options import AsJson, Backend, Interval, OffloadAttention, OffloadMinBytes, SegmentStride, Target
 from lowtide.cli.output import count_in_words, show, show_json, working
 from lowtide.cli.spans import add_stack, block_table
 from lowtide.controls import CheckpointConfig
@@ -28,11 +28,15 @@ def inspect(
     backend: Backend = "torch",
     interval: Interval = None,
     segment_stride: SegmentStride = None,
+    offload_attention: OffloadAttention = False,
+    offload_min_bytes: OffloadMinBytes = None,
     size: _SizeOption = Size.real,
     json: AsJson = False,
 ) -> None:
-    """Show which blocks of a model a setting keeps, recomputes, and recomputes as one segment."""
-    config = CheckpointConfig.for_attach(backend, interval, segment_stride)
+    """Show which blocks of a model a setting keeps, recomputes, recomputes as one segment, and offloads."""
+    config = CheckpointConfig.for_attach(
+        backend, interval, segment_stride, offload_attention, offload_min_bytes=offload_min_bytes
+    )
     with working():
         from lowtide.measure.build import open_target
         from lowtide.measure.inspection import inspect_target
@@ -50,9 +54,13 @@ def _heading(result: Mapping[str, Any]) -> str:
 
 
 def setting_in_words(settings: Mapping[str, Any]) -> str:
-    """``backend torch, interval 2, segment stride 4``."""
-    words = [f"{name.replace('_', ' ')} {value}" for name, value in settings.items() if value is not None]
-    return ", ".join(words) or "no backend: nothing is recomputed"
+    """``backend torch, interval 2, offload attention``: the backend, and what is not as it is by default."""
+    config, usual = CheckpointConfig.for_attach(**settings), CheckpointConfig().attach_arguments()
+    words = ["no backend (nothing is recomputed)" if settings["backend"] is None else f"backend {settings['backend']}"]
+    for name, value in settings.items():
+        if name != "backend" and value != usual[name] and (config.moves or not name.startswith("offload")):
+            words.append(name.replace("_", " ") + ("" if value is True else f" {value}"))
+    return ", ".join(words)
 
 
 def _table(result: Mapping[str, Any]) -> Table:

@@ -20,4 +20,10 @@ Backend = Annotated[
 ]
 Interval = Annotated[str | None, typer.Option(metavar="N", help=help_of(CheckpointConfig, "interval"))]
 SegmentStride = Annotated[str | None, typer.Option(metavar="S", help=help_of(CheckpointConfig, "segment_stride"))]
+OffloadAttention = Annotated[
+    bool, typer.Option("--offload-attention", help=help_of(CheckpointConfig, "offload_attention"))
+]
+OffloadMinBytes = Annotated[
+    str | None, typer.Option(metavar="SIZE", help=help_of(CheckpointConfig, "offload_min_bytes"))
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]

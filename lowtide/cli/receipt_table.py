@@ -1,6 +1,6 @@
 """A receipt for people: what ran, by runs of like blocks, and what did not run as asked."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -16,20 +16,25 @@ _MOST_NAMES, _MOST_REASONS = 3, 5
 def receipt_table(receipt: Mapping[str, Any]) -> RenderableType:
     """What ``Receipt.as_dict()`` says, as a table, with the options and blocks that went another way below it.
 
-    replays: how often blocks, or their feed-forward sides, ran again in backward. kept, dropped: what they hold between
-    forward and backward, and what was made again instead.
+    replays: how often blocks, or their feed-forward sides, ran again in backward. kept, on CPU, dropped: what they hold
+    between forward and backward, what of it waits in CPU memory, and what was made again instead.
     """
-    notes = list(_notes(receipt))
+    notes = [*_copies(receipt["totals"]), *_notes(receipt)]
     return Group("Receipt of the last step:\n", _table(receipt), *([Text(), *notes] if notes else []))
 
 
 def _table(receipt: Mapping[str, Any]) -> Table:
-    table = block_table("replays", "kept", "dropped")
-    for name, blocks in _by_stack(receipt["blocks"]).items():
-        add_stack(table, name, blocks, _calls, _kept, _recomputed)
     totals = receipt["totals"]
-    sizes = [format_bytes(totals[key]) for key in ("kept_bytes", "recomputed_bytes")]
-    table.add_row(Text("all", style="bold"), f"{len(receipt['blocks'])} blocks", str(totals["recompute_calls"]), *sizes)
+    sizes = {"kept": "kept_bytes", "on CPU": "cpu_bytes", "dropped": "recomputed_bytes"}
+    if not _moved(totals):
+        del sizes["on CPU"]
+    table = block_table("replays", *sizes)
+    for name, blocks in _by_stack(receipt["blocks"]).items():
+        add_stack(table, name, blocks, _calls, *map(_bytes, sizes.values()))
+    in_all = [format_bytes(totals[key]) for key in sizes.values()]
+    table.add_row(
+        Text("all", style="bold"), f"{len(receipt['blocks'])} blocks", str(totals["recompute_calls"]), *in_all
+    )
     return table
 
 
@@ -37,12 +42,29 @@ def _calls(group: Alike) -> str:
     return str(group.total("recompute_calls"))
 
 
-def _kept(group: Alike) -> str:
-    return format_bytes(group.total("kept_bytes"))
+def _bytes(key: str) -> Callable[[Alike], str]:
+    return lambda group: format_bytes(group.total(key))
 
 
-def _recomputed(group: Alike) -> str:
-    return format_bytes(group.total("recomputed_bytes"))
+def _moved(totals: Mapping[str, Any]) -> bool:
+    return any(totals.get(key) for key in ("cpu_bytes", "d2h_bytes", "h2d_bytes"))
+
+
+def _copies(totals: Mapping[str, Any]) -> Iterator[Text]:
+    """What the copies to and from CPU memory took, where there were any."""
+    if not _moved(totals):
+        return
+    yield Text(
+        f"copies: {format_bytes(totals['d2h_bytes'])} out, {format_bytes(totals['h2d_bytes'])} back; "
+        f"{totals['hidden_copy_ms']:.1f} ms hidden, {totals['exposed_copy_ms']:.1f} ms exposed"
+    )
+    yield Text(f"prefetch misses: {totals['prefetch_misses']}")
+    pool = totals["pool"]
+    fallbacks = f", fallbacks to ordinary memory {pool['fallbacks']}" if pool["fallbacks"] else ""
+    yield Text(
+        f"pool: {format_bytes(pool['pinned_bytes'])} pinned, {format_bytes(pool['pageable_bytes'])} not pinned; "
+        f"buffers {pool['buffers']}, distinct sizes {pool['sizes']}{fallbacks}"
+    )
 
 
 def _by_stack(blocks: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:

@@ -8,22 +8,26 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from lowtide.plan.schedule import FFN, KEPT, WHOLE
+from lowtide.plan.schedule import FFN, KEPT, SELECTIVE, WHOLE
 
 _MOST_SPANS = 3
+_WORDS = {KEPT: "kept", WHOLE: "recomputed", FFN: "ffn recomputed", SELECTIVE: "selective"}
 
 
 @dataclass
 class Alike:
     """Blocks of one stack with one treatment, one segment width and one reason.
 
+    treatment: with ``+offload`` where something of the blocks waits in CPU memory.
     width: blocks that are recomputed as one; 0 where there is no segment.
+    moves: what of the blocks is to wait in CPU memory, where that is known: inspections know it, receipts the bytes.
     blocks: as inspections and receipts have them.
     """
 
     treatment: str
     width: int
     reason: str | None
+    moves: tuple[str, ...] = ()
     blocks: list[Mapping[str, Any]] = field(default_factory=list)
 
     def total(self, key: str) -> int:
@@ -32,9 +36,9 @@ class Alike:
     @property
     def words(self) -> str:
         """What is done with these blocks, in words."""
-        words = {KEPT: "kept", WHOLE: "recomputed", FFN: "ffn recomputed"}[self.treatment]
         together = f", {self.width} as one" if self.width > 1 else ""
-        return words + together + (f": {self.reason}" if self.reason else "")
+        moved = f" + offload ({', '.join(self.moves)})" if self.moves else ""
+        return _WORDS[self.treatment.partition("+")[0]] + together + moved + (f": {self.reason}" if self.reason else "")
 
     @property
     def spans(self) -> str:
@@ -57,8 +61,8 @@ def alike(blocks: Iterable[Mapping[str, Any]]) -> list[Alike]:
     groups: dict[tuple[Any, ...], Alike] = {}
     for block in items:
         width = widths.get(block["segment"], 0)
-        key = (block["treatment"], width, block["reason"])
-        groups.setdefault(key, Alike(block["treatment"], width, block["reason"]))
+        key = (block["treatment"], width, block["reason"], tuple(block.get("moves", ())))
+        groups.setdefault(key, Alike(*key))
         groups[key].blocks.append(block)
     return list(groups.values())
 

@@ -1,7 +1,8 @@
 """``lowtide verify``: one plain training step beside one with checkpointing, compared bit by bit."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from contextlib import nullcontext
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -10,12 +11,20 @@ from rich.table import Table
 from rich.text import Text
 
 from lowtide.cli.inspect import setting_in_words
-from lowtide.cli.options import AsJson, Backend, Interval, SegmentStride, Target
+from lowtide.cli.options import AsJson, Backend, Interval, OffloadAttention, SegmentStride, Target
 from lowtide.cli.output import show, show_json, working
 from lowtide.cli.receipt_table import receipt_table
 from lowtide.controls import CheckpointConfig
 
 _MOST_SHOWN = 10
+_SIMULATED = "simulated on the CPU"
+_OffloadMinBytes = Annotated[
+    str,
+    typer.Option(
+        metavar="SIZE",
+        help="Tensors whose storage is smaller are not moved. 0 here, because models and inputs are small.",
+    ),
+]
 
 
 def verify(
@@ -23,13 +32,18 @@ def verify(
     backend: Backend = "torch",
     interval: Interval = None,
     segment_stride: SegmentStride = None,
+    offload_attention: OffloadAttention = False,
+    offload_min_bytes: _OffloadMinBytes = "0",
     json: AsJson = False,
 ) -> None:
     """Prove that a setting changes no number: outputs, loss and every gradient against a plain step, on the CPU.
 
-    A family runs in its tiny configuration; the model of a folder runs as it is, on small inputs.
+    A family runs in its tiny configuration; the model of a folder runs as it is, on small inputs. What would wait in
+    CPU memory beside an accelerator is copied within CPU memory here.
     """
-    config = CheckpointConfig.for_attach(backend, interval, segment_stride)
+    config = CheckpointConfig.for_attach(
+        backend, interval, segment_stride, offload_attention, offload_min_bytes=offload_min_bytes
+    )
     with working():
         result = _verified(target, config)
     if json:
@@ -44,14 +58,17 @@ def _verified(target: str, config: CheckpointConfig) -> dict[str, Any]:
     from lowtide.measure.build import open_target
     from lowtide.measure.inspection import class_of
     from lowtide.measure.parity import verify as run_both
+    from lowtide.testing import cpu_offload
 
     opened = open_target(target, "tiny")
-    report = run_both(opened, **config.attach_arguments())
+    with cpu_offload() if config.moves else nullcontext():
+        report = run_both(opened, **config.attach_arguments())
     return {
         "model": report.label,
         "class": class_of(opened.model),
         "family": opened.family.key if opened.family else None,
         "settings": config.attach_arguments(),
+        "offload": _SIMULATED if config.moves else None,
         "same": report.same,
         "loss": report.loss,
         "gradients": report.gradients,
@@ -62,7 +79,10 @@ def _verified(target: str, config: CheckpointConfig) -> dict[str, Any]:
 
 def _report(result: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield f"{result['model']}: {result['class']}"
-    yield f"A plain step beside one with {setting_in_words(result['settings'])}:\n"
+    yield f"A plain step beside one with {setting_in_words(result['settings'])}:"
+    if result["offload"] is not None:
+        yield f"Offload {result['offload']}: copies were made synchronously, within CPU memory."
+    yield ""
     yield _comparison(result)
     yield ""
     yield receipt_table(result["receipt"])

@@ -25,12 +25,14 @@ ROWS = (
                 blocks=("transformer_blocks.*",),
                 feed_forward=(("ff",), ("ff_context",)),
                 attention=("attn",),
+                attention_norms=("norm1", "norm1_context"),
             ),
             Stack(
                 name="single_transformer_blocks",
                 blocks=("single_transformer_blocks.*",),
                 feed_forward=(("attn.mlp_act_fn", "attn.to_out"),),
                 attention=("attn",),
+                attention_norms=("norm",),
             ),
         ),
         tiny=Build(

@@ -27,6 +27,7 @@ ROWS = (
                 blocks=("transformer_blocks.*",),
                 feed_forward=(("ff",),),
                 attention=("attn1", "attn2"),
+                attention_norms=("norm1",),
             ),
         ),
         tiny=Build(

@@ -20,9 +20,9 @@ ROWS = (
         aliases=("Lumina Image 2.0",),
         class_path="diffusers.Lumina2Transformer2DModel",
         stacks=(
-            Stack("context_refiner", ("context_refiner.*",), _UNMODULATED, ("attn",)),
-            Stack("noise_refiner", ("noise_refiner.*",), _MODULATED, ("attn",)),
-            Stack("layers", ("layers.*",), _MODULATED, ("attn",)),
+            Stack("context_refiner", ("context_refiner.*",), _UNMODULATED, ("attn",), ("norm1",)),
+            Stack("noise_refiner", ("noise_refiner.*",), _MODULATED, ("attn",), ("norm1",)),
+            Stack("layers", ("layers.*",), _MODULATED, ("attn",), ("norm1",)),
         ),
         tiny=Build(
             config={

@@ -23,6 +23,7 @@ ROWS = (
                 blocks=("transformer_blocks.*",),
                 feed_forward=(("img_mlp",), ("txt_mlp",)),
                 attention=("attn",),
+                attention_norms=("img_norm1", "txt_norm1"),
             ),
         ),
         tiny=Build(

@@ -16,6 +16,7 @@ class Stack:
         from the norm that feeds it (where its output goes straight into the feed-forward) to its output.
         One chain a stream; empty: this stack has no feed-forward side.
     attention: softmax-attention submodules inside a block (linear attention is left out).
+    attention_norms: norms inside a block that feed those, straight or through modulation.
     carry: argument names that decide whether a segment goes on; empty: the engine decides by size.
     """
 
@@ -23,6 +24,7 @@ class Stack:
     blocks: tuple[str, ...]
     feed_forward: tuple[tuple[str, ...], ...] = ()
     attention: tuple[str, ...] = ()
+    attention_norms: tuple[str, ...] = ()
     carry: tuple[str, ...] = ()
 
 

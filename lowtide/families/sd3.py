@@ -23,6 +23,7 @@ ROWS = (
                 blocks=("transformer_blocks.*",),
                 feed_forward=(("ff",), ("ff_context",)),
                 attention=("attn", "attn2"),
+                attention_norms=("norm1", "norm1_context"),
             ),
         ),
         tiny=Build(

@@ -32,6 +32,7 @@ ROWS = (
                 ),
                 feed_forward=(("norm3", "ff"),),
                 attention=("attn1", "attn2"),
+                attention_norms=("norm1", "norm2"),
             ),
         ),
         tiny=Build(

@@ -10,6 +10,7 @@ _STACKS = (
         blocks=("blocks.*",),
         feed_forward=(("ffn",),),
         attention=("attn1", "attn2"),
+        attention_norms=("norm1", "norm2"),
     ),
 )
 _LET = {"F": "(FR-1)//4+1", "h": "H//8", "w": "W//8"}

@@ -19,9 +19,9 @@ ROWS = (
         aliases=("z_image",),
         class_path="diffusers.ZImageTransformer2DModel",
         stacks=(
-            Stack("noise_refiner", ("noise_refiner.*",), _MODULATED, ("attention",)),
-            Stack("context_refiner", ("context_refiner.*",), _UNMODULATED, ("attention",)),
-            Stack("layers", ("layers.*",), _MODULATED, ("attention",)),
+            Stack("noise_refiner", ("noise_refiner.*",), _MODULATED, ("attention",), ("attention_norm1",)),
+            Stack("context_refiner", ("context_refiner.*",), _UNMODULATED, ("attention",), ("attention_norm1",)),
+            Stack("layers", ("layers.*",), _MODULATED, ("attention",), ("attention_norm1",)),
         ),
         tiny=Build(
             config={

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
@@ -12,26 +13,57 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lowtide.attention_backend import entry_points
 from lowtide.errors import ConfigError
-from lowtide.plan.held import HeldTrace, ModuleCall, TensorUse
+from lowtide.plan.held import ATTENTION_SIDE, BLOCK, FEED_FORWARD, KERNEL, HeldTrace, ModuleCall, TensorUse
+from lowtide.runtime.entry_points import SDPA, EntryPoint, Kernel, Watching, unwatched
 from lowtide.runtime.flatten import tensors_of
 from lowtide.runtime.resolve import ResolvedStack
+from lowtide.runtime.selective import MOST_KEPT
 
 
 def trace_held(model: nn.Module, stacks: Sequence[ResolvedStack], inputs: Mapping[str, Any]) -> HeldTrace:
     """One forward of an un-attached model with gradients on; no backward.
 
-    On the meta device it takes no memory. Raises ConfigError where a model's forward reads values (Lumina2), so that
-    it cannot run there.
+    On the meta device it takes no memory, and attention counts as a fused kernel holds it (``fused_attention``). Raises
+    ConfigError where a model's forward reads values (Lumina2), so that it cannot run there.
     """
     tracer = _Tracer(model, stacks)
-    with ExitStack() as hooks, torch.enable_grad(), saved_tensors_hooks(tracer.pack, lambda saved: saved.tensor):
+    with ExitStack() as watched, torch.enable_grad():
+        watched.enter_context(saved_tensors_hooks(tracer.pack, lambda saved: saved.tensor))
+        watched.enter_context(Watching(entry_points(), tracer))
         for handle in tracer.watch():
-            hooks.callback(handle.remove)
+            watched.callback(handle.remove)
         outputs = _forward(model, inputs)
         trace = HeldTrace(tuple(tracer.calls), frozenset(tracer.glue), tracer.live(), tracer.sizes_bytes)
     del outputs  # the graph had to live until now
     return trace
+
+
+def fused_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Scaled dot-product attention for the meta device, where torch's own falls back to saving the attention matrix.
+
+    query, key, value: (batch, heads, tokens, width). Saves what FlashAttention and its like save on a GPU: arguments,
+    output and log-sum-exp; of a boolean mask the additive one that torch makes of it. What no fused kernel takes
+    (values of another width than queries, say) goes to torch's own.
+    """
+    if query.dim() != 4 or query.shape[-1] != value.shape[-1]:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        attn_mask = attn_mask.to(query.dtype)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return kernel(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
 def _forward(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
@@ -55,18 +87,18 @@ class _Saved:
 
 
 class _Region:
-    """A module call that is going on: what was saved in it so far."""
+    """A call that is going on: what was saved, and which calls ended, in it so far."""
 
-    def __init__(self, module: nn.Module, arguments: tuple[TensorUse, ...], in_block: "_Region | None") -> None:
+    def __init__(self, module: nn.Module | None, kind: str, name: str, arguments: tuple[TensorUse, ...]) -> None:
         self.module = module
+        self.kind = kind
+        self.name = name
         self.arguments = arguments
-        self.in_block = in_block
-        self.saved: set[int] = set()
-        self.inner: list[ModuleCall] = []
+        self.steps: list[int | ModuleCall] = []
 
 
 class _Tracer:
-    """Hooks on blocks and their feed-forward modules; names tensors and storages by first sight."""
+    """Hooks on blocks and the modules of their sides; names tensors and storages by first sight."""
 
     def __init__(self, model: nn.Module, stacks: Sequence[ResolvedStack]) -> None:
         self.stacks = stacks
@@ -84,15 +116,32 @@ class _Tracer:
         handles = []
         for stack in self.stacks:
             for index, (path, block) in enumerate(stack.blocks):
-                handles += self._watched(block, path, stack.name, index, in_block=False)
+                handles += self._watched(block, BLOCK, path, stack.name, index)
+                for place, (name, module) in enumerate(stack.attention_sides(block)):
+                    handles += self._watched(module, ATTENTION_SIDE, f"{path}.{name}", path, place)
                 for number, chain in enumerate(stack.chains(block)):
                     for place, (name, module) in enumerate(chain):
-                        handles += self._watched(module, f"{path}.{name}", f"{path}#{number}", place, in_block=True)
+                        handles += self._watched(module, FEED_FORWARD, f"{path}.{name}", f"{path}#{number}", place)
         return handles
+
+    def call(self, entry: EntryPoint, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An attention kernel's call, as torch runs it or, on the meta device, as a GPU would."""
+        if entry is SDPA and any(tensor.is_meta for tensor in tensors_of((args, kwargs))):
+            kernel = fused_attention
+        if not self._open:
+            return unwatched(kernel, args, kwargs)
+        block = self._open[0].name
+        self._open.append(_Region(None, KERNEL, f"{self._open[-1].name}.kernel", self._uses((args, kwargs))))
+        output = unwatched(kernel, args, kwargs)
+        self._close(block, 0, output)
+        return output
 
     def pack(self, tensor: torch.Tensor) -> _Saved:
         saved = _Saved(tensor, self._storage_of(tensor))
-        (self._open[-1].saved if self._open else self.glue).add(saved.storage)
+        if self._open:
+            self._open[-1].steps.append(saved.storage)
+        else:
+            self.glue.add(saved.storage)
         self._saved.add(saved)
         return saved
 
@@ -100,33 +149,42 @@ class _Tracer:
         return frozenset(saved.storage for saved in self._saved)
 
     def _watched(
-        self, module: nn.Module, name: str, stack: str, index: int, in_block: bool
+        self, module: nn.Module, kind: str, name: str, stack: str, index: int
     ) -> tuple[RemovableHandle, RemovableHandle]:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if len(self._open) == in_block:
-                self._open.append(_Region(module, self._uses((args, kwargs)), self._open[-1] if self._open else None))
+            if bool(self._open) is (kind != BLOCK):  # a block inside a block is part of it
+                self._open.append(_Region(module, kind, name, self._uses((args, kwargs))))
 
         def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if self._open and self._open[-1].module is module:
-                self._close(name, stack, index, output)
+            if self._open and self._open[-1].module is module and self._open[-1].kind == kind:
+                self._close(stack, index, output)
 
         return (
             module.register_forward_pre_hook(enter, with_kwargs=True),
-            module.register_forward_hook(leave, with_kwargs=True),
+            # A module of two sides has two pairs of hooks: the one that entered last leaves first.
+            module.register_forward_hook(leave, with_kwargs=True, prepend=True),
         )
 
-    def _close(self, name: str, stack: str, index: int, output: Any) -> None:
+    def _close(self, stack: str, index: int, output: Any) -> None:
         region = self._open.pop()
         call = ModuleCall(
-            name,
-            stack,
-            index,
-            region.arguments,
-            self._uses(output),
-            frozenset(region.saved),
-            tuple(region.inner),
+            region.name, stack, index, region.arguments, self._uses(output), tuple(region.steps), region.kind
         )
-        (self.calls if region.in_block is None else region.in_block.inner).append(call)
+        if call.kind == KERNEL:
+            call = replace(call, results=self._kept_of(call))
+        if self._open:
+            self._open[-1].steps.append(call)
+        else:
+            self.calls.append(call)
+
+    def _kept_of(self, kernel: ModuleCall) -> tuple[int, ...]:
+        """What the selective scope keeps of a kernel: see runtime.selective."""
+        given = {use.storage for use in kernel.arguments}
+        outputs = [use.storage for use in kernel.outputs]
+        results = tuple(dict.fromkeys(storage for storage in (*kernel.saved, *outputs) if storage not in given))
+        most_bytes = MOST_KEPT * sum(self.sizes_bytes[storage] for storage in outputs)
+        keeps = kernel.saved and sum(self.sizes_bytes[storage] for storage in results) <= most_bytes
+        return results if keeps else ()
 
     def _uses(self, value: Any) -> tuple[TensorUse, ...]:
         return tuple(

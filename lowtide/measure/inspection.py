@@ -9,21 +9,26 @@ from torch import nn
 from lowtide import families
 from lowtide.controls import CheckpointConfig, scopes_of
 from lowtide.families import Family
-from lowtide.handle import schedule_for
+from lowtide.handle import schedule_for, without_last_round_trip
 from lowtide.measure.build import Target, build_model
-from lowtide.plan.schedule import FFN, KEPT, StackSchedule
+from lowtide.plan.schedule import ATTENTION, FFN, KEPT, MOVES, StackSchedule
 from lowtide.runtime.resolve import ResolvedStack, resolve
 
 
 @dataclass(frozen=True)
 class PlannedBlock:
-    """Treatment of one block. segment: blocks of a stack with one number are recomputed as one."""
+    """Treatment of one block, with ``+offload`` where something of it waits in CPU memory.
+
+    segment: blocks of a stack with one number are recomputed as one. moves: what waits in CPU memory, of
+    ``plan.schedule.MOVES``.
+    """
 
     name: str
     index: int
     treatment: str
     segment: int | None
     reason: str | None
+    moves: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,14 +77,14 @@ def inspect_target(target: Target, config: CheckpointConfig) -> Inspection:
     Raises UnsupportedError where the model has no block stacks, or cannot run the scope.
     """
     stacks = resolve(target.model, target.family.stacks if target.family else None)
-    schedule = schedule_for(stacks, config)
+    schedule = without_last_round_trip(schedule_for(stacks, config), [stack.name for stack in stacks])
     return Inspection(
         model=target.label,
         class_name=class_of(target.model),
         family=target.family.key if target.family else None,
         parameters=sum(parameter.numel() for parameter in target.model.parameters()),
         stacks=tuple(_inspected(stack, schedule.stacks[stack.name], config.scope) for stack in stacks),
-        scopes=tuple(scopes_of(stack.has_feed_forward for stack in stacks)),
+        scopes=tuple(_scopes(stacks)),
         settings=config.attach_arguments(),
     )
 
@@ -111,9 +116,13 @@ def _family_as_dict(family: Family) -> dict[str, Any]:
             }
             for stack in stacks
         ],
-        "scopes": scopes_of(stack.has_feed_forward for stack in stacks),
+        "scopes": _scopes(stacks),
         "parameters": family.parameters,
     }
+
+
+def _scopes(stacks: Sequence[ResolvedStack]) -> list[str]:
+    return scopes_of((stack.has_feed_forward for stack in stacks), (stack.has_attention for stack in stacks))
 
 
 def _inspected(stack: ResolvedStack, schedule: StackSchedule, scope: str | None) -> InspectedStack:
@@ -130,10 +139,13 @@ def _inspected(stack: ResolvedStack, schedule: StackSchedule, scope: str | None)
 
 def _planned(stack: ResolvedStack, schedule: StackSchedule, scope: str | None) -> Iterator[PlannedBlock]:
     for index, (name, block) in enumerate(stack.blocks):
-        if scope == FFN and not stack.chains(block):
-            yield PlannedBlock(name, index, KEPT, None, "no feed-forward")
-        else:
-            yield PlannedBlock(name, index, schedule.treatments[index], schedule.segments[index], None)
+        bare = scope == FFN and not stack.chains(block)
+        treatment = KEPT if bare else schedule.treatments[index]
+        possible = MOVES[treatment] if stack.attention_sides(block) else MOVES[treatment] - {ATTENTION}
+        moves = tuple(sorted(schedule.moves[index] & possible))
+        offload = "+offload" if moves else ""
+        reason = "no feed-forward" if bare else None
+        yield PlannedBlock(name, index, treatment + offload, schedule.segments[index], reason, moves)
 
 
 def _feed_forward_names(stack: ResolvedStack) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """One training step, and whether two of them gave the same: the check behind `lowtide verify`."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,11 +59,15 @@ class Report:
         return not self.differences
 
 
-def run_step(model: nn.Module, inputs: Mapping[str, Any], seed: int = 0) -> StepResult:
-    """Forward, ``loss_of``, backward, from this random seed. Leaves the gradients of the step in the model."""
+def run_step(
+    model: nn.Module, inputs: Mapping[str, Any], seed: int = 0, after_forward: Callable[[], None] | None = None
+) -> StepResult:
+    """Forward, ``after_forward``, ``loss_of``, backward, from this random seed. Leaves its gradients in the model."""
     model.zero_grad(set_to_none=True)
     torch.manual_seed(seed)
     outputs = model(**fresh(inputs))
+    if after_forward is not None:
+        after_forward()
     loss = loss_of(outputs)
     loss.backward()
     gradients = {name: _copy(parameter.grad) for name, parameter in model.named_parameters()}

@@ -1,12 +1,20 @@
 """Which bytes a schedule holds between forward and backward, from a trace of one plain forward. Pure arithmetic.
 
-The unit is the storage: each counts once, whole, however many views of it are saved.
+The unit is the storage: each counts once, whole, however many views of it are saved. In blocks of which something
+moves, who wants a storage first decides: one that is held on the device stays there when an attention side saves it
+later, and one that has moved to CPU memory is not held on the device again.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
-from lowtide.plan.schedule import FFN, WHOLE, Schedule
+from lowtide.plan.schedule import ATTENTION, BOUNDARY, FFN, IN_SEGMENTS, SAVED, SELECTIVE, Schedule
+
+BLOCK, FEED_FORWARD, ATTENTION_SIDE, KERNEL = "block", "feed-forward", "attention-side", "kernel"
+"""What a traced call is: a block; a module of its feed-forward or attention side; an attention kernel."""
+
+_ONE_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -24,11 +32,12 @@ class TensorUse:
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """One call of a block, or of a feed-forward module inside one.
+    """One call of a block, of a module of one of its sides, or of an attention kernel in it.
 
     stack, index: of the block; of a feed-forward module, its chain and its place in it.
-    arguments, outputs: its tensors. saved: storages that autograd saved in it, those of ``inner`` left out.
-    inner: the calls of its feed-forward modules, in order.
+    arguments, outputs: its tensors. steps: the storages that autograd saved in it and the calls inside it, in order.
+    results: of an attention kernel, what is kept so that it need not run again: its output, the log-sum-exp and the
+    like; empty where it is recomputed.
     """
 
     name: str
@@ -36,12 +45,30 @@ class ModuleCall:
     index: int
     arguments: tuple[TensorUse, ...]
     outputs: tuple[TensorUse, ...]
-    saved: frozenset[int]
-    inner: tuple["ModuleCall", ...] = ()
+    steps: tuple["int | ModuleCall", ...]
+    kind: str = BLOCK
+    results: tuple[int, ...] = ()
+
+    @property
+    def saved(self) -> frozenset[int]:
+        """Without what the calls inside it saved."""
+        return frozenset(step for step in self.steps if isinstance(step, int))
+
+    @property
+    def inner(self) -> tuple["ModuleCall", ...]:
+        return tuple(step for step in self.steps if isinstance(step, ModuleCall))
 
     @property
     def all_saved(self) -> frozenset[int]:
-        return self.saved.union(*(call.saved for call in self.inner))
+        return self.saved.union(*(call.all_saved for call in self.inner))
+
+    def outermost(self, kind: str) -> Iterator["ModuleCall"]:
+        """The calls of a kind at any depth inside this one, those inside another of the same kind left out."""
+        for call in self.inner:
+            if call.kind == kind:
+                yield call
+            else:
+                yield from call.outermost(kind)
 
 
 @dataclass(frozen=True)
@@ -61,34 +88,48 @@ class HeldTrace:
     def bytes_of(self, storages: Iterable[int]) -> int:
         return sum(self.sizes_bytes.get(storage, 0) for storage in set(storages))
 
+    def piece_bytes(self, segment: Collection[str]) -> int:
+        """What the calls of one segment, by name, save when all are run again: at most what its replay holds."""
+        modules = [call for block in self.calls for call in (block, *block.outermost(FEED_FORWARD))]
+        return self.bytes_of(storage for call in modules if call.name in segment for storage in call.all_saved)
+
 
 @dataclass(frozen=True)
 class Held:
     """A prediction for one step, in bytes of distinct storages.
 
-    plain_bytes: held between forward and backward without checkpointing. held_bytes: held with the schedule.
-    kept_bytes, recomputed_bytes: of the blocks, as receipts count them: what kept blocks saved and the boundaries of
-    segments; what was dropped and is no boundary. They count at the call, so a branch that dies unused is in them.
+    plain_bytes: held on the device between forward and backward without checkpointing. held_bytes: held there with the
+    schedule. kept_bytes, cpu_bytes, recomputed_bytes: of the blocks, as receipts count them: what blocks saved and
+    segments hold on the device; what waits in CPU memory instead; what was dropped and is neither. They count at the
+    call, so a branch that dies unused is in them. d2h_bytes: what is copied out to CPU memory; more than cpu_bytes
+    where it was copied for nothing, or is on the device as well for a block of which nothing moves.
     segments: names of the calls that are recomputed together; feed-forward modules by their own names.
     """
 
     plain_bytes: int
     held_bytes: int
     kept_bytes: int
+    cpu_bytes: int
     recomputed_bytes: int
+    d2h_bytes: int
     segments: tuple[tuple[str, ...], ...]
 
 
 @dataclass
 class _Segment:
-    """Calls that are recomputed as one: what came from outside, and what was made inside."""
+    """Calls that are recomputed as one: what came from outside, and what was made inside.
+
+    kernels: whether the results of its attention kernels are held, too.
+    """
 
     planned: int | None
     next_index: int
+    kernels: bool
     calls: list[ModuleCall] = field(default_factory=list)
     external: dict[int, int] = field(default_factory=dict)
     made: set[int] = field(default_factory=set)
-    drops: bool = False
+    dropping: set[int] = field(default_factory=set)  # calls, by id, that drop something
+    holds: set[int] = field(default_factory=set)
 
     @property
     def saved(self) -> set[int]:
@@ -110,34 +151,121 @@ class _Segment:
         return largest is not None and largest.tensor in self.made
 
 
-def predict(trace: HeldTrace, schedule: Schedule) -> Held:
-    """Bytes held between forward and backward, and the segments that really form, under ``schedule``."""
+def predict(trace: HeldTrace, schedule: Schedule, min_bytes: int = _ONE_MIB) -> Held:
+    """Bytes held between forward and backward, and the segments that really form, under ``schedule``.
+
+    min_bytes: a smaller storage never moves to CPU memory, whatever the schedule says.
+    """
     segments = _segments(trace, schedule)
-    needed = [segment for segment in segments if segment.saved & trace.live]
-    recomputed = {id(call) for segment in segments for call in segment.calls}
-    kept = set().union(*(_saved(call, recomputed, dropped=False) for call in trace.calls))
-    dropped = set().union(*(_saved(call, recomputed, dropped=True) for call in trace.calls))
-    boundaries = _boundaries(segments)
+    needed = [segment for segment in segments if segment.saved & trace.live and segment.dropping]
+    books = _Books(trace, min_bytes, segments, schedule.moves_anything)
+    for call in trace.calls:
+        stack = schedule.stacks[call.stack]
+        books.enter(call, stack.moves[call.index])
     plain = trace.glue.union(*(call.all_saved for call in trace.calls))
+    held_by_segments = set().union(*(segment.holds for segment in needed))
     return Held(
         plain_bytes=trace.bytes_of(plain & trace.live),
-        held_bytes=trace.bytes_of((trace.glue | kept) & trace.live | _boundaries(needed)),
-        kept_bytes=trace.bytes_of(kept | boundaries),
-        recomputed_bytes=trace.bytes_of(dropped - kept - boundaries),
+        held_bytes=trace.bytes_of((trace.glue | books.saved) & trace.live | held_by_segments),
+        kept_bytes=trace.bytes_of(books.kept),
+        cpu_bytes=trace.bytes_of(books.moved),
+        recomputed_bytes=trace.bytes_of(books.dropped - books.kept - books.moved),
+        d2h_bytes=books.d2h_bytes,
         segments=tuple(tuple(call.name for call in segment.calls) for segment in needed),
     )
 
 
-def _boundaries(segments: Iterable["_Segment"]) -> set[int]:
-    return {storage for segment in segments for storage in segment.external.values()}
+class _Place(Enum):
+    """What becomes of a storage that is saved: it stays; it stays unless it has moved already; it moves if it may."""
+
+    STAYS = auto()
+    SHARED = auto()
+    MOVES = auto()
 
 
-def _saved(call: ModuleCall, recomputed: set[int], dropped: bool) -> set[int]:
-    """The storages that a block call saved and that its treatment keeps, or drops."""
-    if id(call) in recomputed:
-        return set(call.all_saved) if dropped else set()
-    inner = [other.saved for other in call.inner if (id(other) in recomputed) is dropped]
-    return set().union(*inner, () if dropped else call.saved)
+class _Books:
+    """Follows the calls of a forward and enters where each storage goes.
+
+    saved: on the device, by the graph. kept, moved, dropped: as receipts count, where the first entry decides between
+    kept and moved. any_moves: whether there is anybody to ask what has moved.
+    """
+
+    def __init__(self, trace: HeldTrace, min_bytes: int, segments: Iterable[_Segment], any_moves: bool) -> None:
+        self.saved: set[int] = set()
+        self.kept: set[int] = set()
+        self.moved: set[int] = set()
+        self.dropped: set[int] = set()
+        self.d2h_bytes = 0
+        self._sizes = trace.sizes_bytes
+        self._min_bytes = min_bytes
+        self._held_by_segments = _Place.SHARED if any_moves else _Place.STAYS
+        self._segment_of = {id(call): segment for segment in segments for call in segment.calls}
+        self._in_cpu_memory: set[int] = set()
+        self._staying: set[int] = set()  # known to be on the device, so that moving it would save nothing
+
+    def enter(self, call: ModuleCall, moves: frozenset[str], around: _Place = _Place.STAYS) -> None:
+        """A call and all inside it. around: what becomes of that which the call around it saves."""
+        segment = self._segment_of.get(id(call))
+        if segment is not None:
+            self._enter_recomputed(call, segment, moves)
+            return
+        place = around
+        if SAVED in moves or (call.kind == ATTENTION_SIDE and ATTENTION in moves):
+            place = _Place.MOVES
+        elif call.kind == BLOCK and moves:
+            place = _Place.SHARED
+        for step in call.steps:
+            if isinstance(step, ModuleCall):
+                self.enter(step, moves, place)
+            elif self._goes_out(step, place):
+                self._count(step, self.moved)
+            else:
+                self.saved.add(step)
+                self._count(step, self.kept)
+
+    def _enter_recomputed(self, call: ModuleCall, segment: _Segment, moves: frozenset[str]) -> None:
+        if not segment.dropping:
+            self._copy_for_nothing(call, moves)
+            return
+        self.dropped |= call.all_saved
+        externals = [use.storage for use in call.arguments if use.tensor in segment.external]
+        self._hold(externals, segment, moves & {BOUNDARY, SAVED}, counted=id(call) in segment.dropping)
+        if segment.kernels:
+            results = [storage for kernel in call.outermost(KERNEL) for storage in kernel.results]
+            self._hold(results, segment, moves & {ATTENTION})
+
+    def _hold(self, storages: Iterable[int], segment: _Segment, moving: Collection[str], counted: bool = True) -> None:
+        for storage in storages:
+            out = self._goes_out(storage, _Place.MOVES if moving else self._held_by_segments)
+            if not out:
+                segment.holds.add(storage)
+            if counted:
+                self._count(storage, self.moved if out else self.kept)
+
+    def _copy_for_nothing(self, call: ModuleCall, moves: frozenset[str]) -> None:
+        """Whether a call drops anything is known when it is over; then its arguments have been copied out."""
+        if moves & {BOUNDARY, SAVED}:
+            for storage in {use.storage for use in call.arguments} - self._in_cpu_memory:
+                self.d2h_bytes += self._sizes[storage] if self._may_move(storage) else 0
+
+    def _goes_out(self, storage: int, place: _Place) -> bool:
+        """Whether a storage that is saved waits in CPU memory, by now or before."""
+        if place is not _Place.STAYS and storage in self._in_cpu_memory:
+            return True
+        if place is _Place.MOVES and self._may_move(storage):
+            self._in_cpu_memory.add(storage)
+            self.d2h_bytes += self._sizes[storage]
+            return True
+        if place is _Place.SHARED:
+            self._staying.add(storage)
+        return False
+
+    def _may_move(self, storage: int) -> bool:
+        return storage not in self._staying and self._sizes.get(storage, -1) >= self._min_bytes
+
+    def _count(self, storage: int, book: set[int]) -> None:
+        if storage not in self.kept and storage not in self.moved:
+            book.add(storage)
 
 
 def _segments(trace: HeldTrace, schedule: Schedule) -> list[_Segment]:
@@ -146,29 +274,32 @@ def _segments(trace: HeldTrace, schedule: Schedule) -> list[_Segment]:
     for call in trace.calls:
         stack = schedule.stacks[call.stack]
         treatment = stack.treatments[call.index]
-        if treatment == WHOLE:
-            _place(call, stack.segments[call.index], running, formed)
+        if treatment in IN_SEGMENTS:
+            _place(call, stack.segments[call.index], running, formed, kernels=treatment == SELECTIVE)
             _settle(call, bool(call.all_saved), running)
         elif treatment == FFN:
             _place_feed_forward(call, trace, formed)
-    return [segment for segment in formed if segment.drops]
+    return formed
 
 
 def _place_feed_forward(block: ModuleCall, trace: HeldTrace, formed: list[_Segment]) -> None:
-    last = {call.stack: call.index for call in block.inner}
+    modules = list(block.outermost(FEED_FORWARD))
+    last = {call.stack: call.index for call in modules}
     running: dict[str, _Segment] = {}
-    for call in block.inner:
+    for call in modules:
         segment = _place(call, None, running, formed)
         # Alone at the end of its chain, a module that saved weights only would hold its input for nothing.
         alone = len(segment.calls) == 1 and call.index == last[call.stack]
-        _settle(call, any(storage in trace.sizes_bytes or not alone for storage in call.saved), running)
+        _settle(call, any(storage in trace.sizes_bytes or not alone for storage in call.all_saved), running)
 
 
-def _place(call: ModuleCall, planned: int | None, running: dict[str, _Segment], formed: list[_Segment]) -> _Segment:
+def _place(
+    call: ModuleCall, planned: int | None, running: dict[str, _Segment], formed: list[_Segment], kernels: bool = False
+) -> _Segment:
     """Add a call to the open segment of its stack, or to a new one."""
     segment = running.get(call.stack)
     if segment is None or not segment.takes(planned, call):
-        segment = running[call.stack] = _Segment(planned, call.index)
+        segment = running[call.stack] = _Segment(planned, call.index, kernels)
         formed.append(segment)
     segment.add(call)
     return segment
@@ -177,6 +308,6 @@ def _place(call: ModuleCall, planned: int | None, running: dict[str, _Segment], 
 def _settle(call: ModuleCall, drops: bool, running: dict[str, _Segment]) -> None:
     """A call that drops nothing ends its segment."""
     if drops:
-        running[call.stack].drops = True
+        running[call.stack].dropping.add(id(call))
     else:
         del running[call.stack]

@@ -1,31 +1,55 @@
 """From (depth, scope, interval, stride) to a treatment for every block. Pure functions."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-KEPT, WHOLE, FFN = "kept", "whole", "ffn"
-TREATMENTS = (KEPT, WHOLE, FFN)
+KEPT, WHOLE, FFN, SELECTIVE = "kept", "whole", "ffn", "selective"
+TREATMENTS = (KEPT, WHOLE, FFN, SELECTIVE)
+IN_SEGMENTS = (WHOLE, SELECTIVE)
+"""Treatments that recompute blocks whole, alone or a few together."""
+
+BOUNDARY, ATTENTION, SAVED = "boundary", "attention", "saved"
+MOVES: Mapping[str, frozenset[str]] = {
+    KEPT: frozenset({ATTENTION, SAVED}),
+    FFN: frozenset({BOUNDARY, ATTENTION, SAVED}),
+    WHOLE: frozenset({BOUNDARY}),
+    SELECTIVE: frozenset({BOUNDARY, ATTENTION}),
+}
+"""What of a block can wait in CPU memory, by treatment.
+
+boundary: the arguments that its checkpoint holds. attention: what its attention side saves; of a selective block, the
+outputs of its attention kernel. saved: whatever it saves and does not recompute, the attention side included.
+"""
 
 
 @dataclass(frozen=True)
 class StackSchedule:
-    """Treatment of every block of one stack; for whole blocks, the segment that each belongs to.
+    """Treatment of every block of one stack.
 
     treatments: one of TREATMENTS a block, in call order.
-    segments: number of the planned segment that a ``whole`` block shares with its neighbours, else None.
+    segments: number of the planned segment that a block recomputed whole shares with its neighbours, else None.
+    moves: what of each block waits in CPU memory, see MOVES; empty: nothing of any block.
     """
 
     treatments: tuple[str, ...]
     segments: tuple[int | None, ...]
+    moves: tuple[frozenset[str], ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.treatments) != len(self.segments):
-            raise ValueError("treatments and segments must have one entry a block")
-        for treatment, segment in zip(self.treatments, self.segments, strict=True):
+        if not self.moves:
+            object.__setattr__(self, "moves", (frozenset(),) * len(self.treatments))
+        if not len(self.treatments) == len(self.segments) == len(self.moves):
+            raise ValueError("treatments, segments and moves must have one entry a block")
+        for treatment, segment, moves in zip(self.treatments, self.segments, self.moves, strict=True):
             if treatment not in TREATMENTS:
                 raise ValueError(f"unknown treatment {treatment!r}; allowed: {', '.join(TREATMENTS)}")
-            if (segment is not None) != (treatment == WHOLE):
-                raise ValueError("a block has a segment number exactly when its treatment is 'whole'")
+            if (segment is not None) != (treatment in IN_SEGMENTS):
+                raise ValueError("a block has a segment number exactly when it is recomputed whole or selectively")
+            if not moves <= MOVES[treatment]:
+                allowed = ", ".join(sorted(MOVES[treatment]))
+                raise ValueError(
+                    f"of a {treatment} block can wait in CPU memory: {allowed}; not {', '.join(sorted(moves))}"
+                )
 
     @property
     def depth(self) -> int:
@@ -37,12 +61,42 @@ class StackSchedule:
     def count(self, treatment: str) -> int:
         return self.treatments.count(treatment)
 
+    def moving(self, what: Iterable[str], blocks: Iterable[int] | None = None) -> "StackSchedule":
+        """The same, with ``what`` waiting in CPU memory as far as each block's treatment allows. blocks: None: all."""
+        chosen = set(range(self.depth) if blocks is None else blocks)
+        wanted = frozenset(what)
+        moves = tuple(
+            moves | (wanted & MOVES[treatment]) if index in chosen else moves
+            for index, (treatment, moves) in enumerate(zip(self.treatments, self.moves, strict=True))
+        )
+        return replace(self, moves=moves)
+
 
 @dataclass(frozen=True)
 class Schedule:
-    """Treatment of every block of a model: one StackSchedule a stack name."""
+    """Treatment of every block of a model: one StackSchedule a stack name.
+
+    in_flight_bytes: how much may wait on the accelerator for its copy to CPU memory; prefetch_bytes: how much may be
+    brought back before it is needed. None: what the block that moves most moves.
+    """
 
     stacks: Mapping[str, StackSchedule]
+    in_flight_bytes: int | None = None
+    prefetch_bytes: int | None = None
+
+    @property
+    def moves_anything(self) -> bool:
+        return any(moves for stack in self.stacks.values() for moves in stack.moves)
+
+
+def mixed(blocks: Sequence[str]) -> StackSchedule:
+    """A stack from one word a block: a treatment, and what of the block waits in CPU memory, joined by ``+``.
+
+    ``["ffn+boundary+attention", "selective+boundary", "kept"]``. Every block is a segment of its own.
+    """
+    parts = [block.split("+") for block in blocks]
+    segments = tuple(index if part[0] in IN_SEGMENTS else None for index, part in enumerate(parts))
+    return StackSchedule(tuple(part[0] for part in parts), segments, tuple(frozenset(part[1:]) for part in parts))
 
 
 def keep_all(depth: int) -> StackSchedule:
@@ -50,15 +104,16 @@ def keep_all(depth: int) -> StackSchedule:
     return StackSchedule((KEPT,) * depth, (None,) * depth)
 
 
-def whole_blocks(depth: int, interval: int = 1, stride: int | None = None) -> StackSchedule:
+def whole_blocks(depth: int, interval: int = 1, stride: int | None = None, treatment: str = WHOLE) -> StackSchedule:
     """Segments of ``interval`` blocks start every ``stride`` blocks (default: ``interval``); the rest is kept.
 
-    The last segment may be shorter. interval 2, stride 4 over 7 blocks: 0–1, 4–5 recomputed; 2, 3, 6 kept.
+    treatment: WHOLE or SELECTIVE. The last segment may be shorter. interval 2, stride 4 over 7 blocks: 0–1, 4–5
+    recomputed; 2, 3, 6 kept.
     """
     stride = interval if stride is None else stride
     _check(depth, interval, stride)
     segments = tuple(i // stride if i % stride < interval else None for i in range(depth))
-    return StackSchedule(tuple(KEPT if s is None else WHOLE for s in segments), segments)
+    return StackSchedule(tuple(KEPT if s is None else treatment for s in segments), segments)
 
 
 def feed_forwards(depth: int, interval: int = 1, stride: int | None = None) -> StackSchedule:

@@ -24,30 +24,31 @@ def sample_of(tensor: torch.Tensor | None, any_device: bool = False) -> list[flo
     return row[:: max(1, row.numel() // _SAMPLES)].tolist()
 
 
-def compare(call: "Call", values: list[torch.Tensor], extra: int, weights: set[int] | None) -> None:
+def compare(call: "Call", values: list[Any], extra: int, weights: set[int] | None) -> None:
     """ReplayError where the replay's saved tensors are not those of the forward.
 
-    extra: tensors saved past the recorded end. weights: addresses of the block's weights; None where weights may move.
+    values: tensors, or what stands for one (see selective.py). extra: tensors saved past the recorded end. weights:
+    addresses of the block's weights; None where weights may move.
     """
     if not call.compared:
         return
     count = len(values) + (extra if call.complete else 0)
     if count != len(call.facts):
-        raise _mismatch(call, f"it saved {len(call.facts)} tensors in forward and {count} on recomputation")
+        raise mismatch(call, f"it saved {len(call.facts)} tensors in forward and {count} on recomputation")
     facts = [(value.shape, value.dtype, value.device) for value in values]
     if facts != call.facts:
         number = next(i for i, (old, new) in enumerate(zip(call.facts, facts, strict=True)) if old != new)
         was, now = _told(call.facts[number]), _told(facts[number])
-        raise _mismatch(call, f"saved tensor {number} was {was} in forward, {now} on recomputation")
+        raise mismatch(call, f"saved tensor {number} was {was} in forward, {now} on recomputation")
     if weights is not None:
         _compare_weights(call, values, weights)
     for number, old in call.samples.items():
         new = sample_of(values[number], any_device=True)
         if _drifted(old, new, values[number].dtype):
-            raise _mismatch(call, f"values of saved tensor {number} differ: {old} in forward, {new} on recomputation")
+            raise mismatch(call, f"values of saved tensor {number} differ: {old} in forward, {new} on recomputation")
 
 
-def _compare_weights(call: "Call", values: list[torch.Tensor], weights: set[int]) -> None:
+def _compare_weights(call: "Call", values: list[Any], weights: set[int]) -> None:
     for value, (address, version) in zip(values, call.places, strict=True):
         now = address_of(value)
         if now not in weights or (now == address and value._version == version):
@@ -60,7 +61,8 @@ def _compare_weights(call: "Call", values: list[torch.Tensor], weights: set[int]
             )
 
 
-def _mismatch(call: "Call", what: str) -> ReplayError:
+def mismatch(call: "Call", what: str) -> ReplayError:
+    """The error for a replay that is not what its forward was (rule 13)."""
     return ReplayError(
         f"recomputing {call.name} did not give what its forward saved: {what}. Likely causes: a counter, batch "
         "norm or cache that moves at every call; train()/eval() or weights changed before backward; a context "

@@ -1,15 +1,17 @@
 """A call's arguments as a list of leaves and a structure from which the same arguments can be built again.
 
-Containers are rebuilt as they were when the call began, so a list that the block appends to is no danger.
+Containers are rebuilt as they were when the call began, so a list that the block appends to is no danger. Only those
+are rebuilt whose state is known to the last bit: exact lists, tuples and dicts, named tuples, data classes that hold
+their fields and nothing else. Any other container may have state of its own, and counts as an unknown object.
 """
 
-import copy
 import dataclasses
 import enum
 import functools
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -53,11 +55,15 @@ def _mapping(payload: tuple[Any, list[tuple[Any, Structure]]], leaves: list[Any]
     return build({key: part[0](part[1], leaves) for key, part in items})
 
 
-def _instance(payload: tuple[Any, list[tuple[str, Structure]]], leaves: list[Any]) -> Any:
-    original, fields = payload
-    new = copy.copy(original)
-    for name, part in fields:
-        object.__setattr__(new, name, part[0](part[1], leaves))
+def _instance(payload: tuple[Any, list[tuple[str, bool, Structure]]], leaves: list[Any]) -> Any:
+    """Past __init__ and __setattr__, which may do more than set a field."""
+    kind, fields = payload
+    new = kind.__new__(kind)
+    for name, is_item, part in fields:
+        value = part[0](part[1], leaves)
+        object.__setattr__(new, name, value)
+        if is_item:
+            OrderedDict.__setitem__(new, name, value)
     return new
 
 
@@ -79,20 +85,41 @@ def flatten(value: Any, leaves: Leaves, opaque: bool = False) -> Structure:
         return _flatten_function(value, leaves)
     if kind in _ATOMS:
         return _constant, value
-    if isinstance(value, (tuple, list)):
-        return _sequence, (_sequence_builder(kind), [flatten(item, leaves, opaque) for item in value])
-    if isinstance(value, Mapping):
-        items = [(key, flatten(item, leaves, opaque)) for key, item in value.items()]
-        return _mapping, (_mapping_builder(kind), items)
-    if dataclasses.is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value)]
-        return _instance, (value, [(name, flatten(getattr(value, name), leaves, opaque)) for name in names])
+    if kind is tuple or kind is list:
+        return _sequence, (kind, [flatten(item, leaves, opaque) for item in value])
+    if kind is dict:
+        return _mapping, (dict, [(key, flatten(item, leaves, opaque)) for key, item in value.items()])
+    if isinstance(value, (tuple, dict)) or hasattr(kind, "__dataclass_fields__"):
+        structure = _flatten_record(value, kind, leaves, opaque)
+        if structure is not None:
+            return structure
     if isinstance(value, torch.Generator):
         leaves.generators = (*leaves.generators, value)
         return _constant, value
     if opaque or isinstance(value, _ATOM_BASES) or _is_plain_method(value):
         return _constant, value
     raise OpaqueArgument(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def _flatten_record(value: Any, kind: type, leaves: Leaves, opaque: bool) -> Structure | None:
+    """A named tuple, ordered dict, data class or model output (those two in one); None where it is more than that."""
+    state = getattr(value, "__dict__", _NOTHING)
+    if issubclass(kind, tuple):
+        build = _tuple_builder(kind)
+        if state or build is None:
+            return None
+        return _sequence, (build, [flatten(item, leaves, opaque) for item in value])
+    if kind is OrderedDict:
+        if state:
+            return None
+        return _mapping, (kind, [(key, flatten(item, leaves, opaque)) for key, item in value.items()])
+    layout = _layout(kind)
+    if layout is None or not layout.is_all_of(value, state):
+        return None
+    items = value if layout.has_items else _NOTHING
+    names = dict.fromkeys((*items, *layout.fields))  # items first, in their order
+    fields = [(name, name in items, flatten(getattr(value, name), leaves, opaque)) for name in names]
+    return _instance, (kind, fields)
 
 
 def _flatten_function(function: types.FunctionType, leaves: Leaves) -> Structure:
@@ -180,21 +207,49 @@ def _tensors_inside(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_of(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from tensors_of(getattr(value, field.name))
+            yield from tensors_of(getattr(value, field.name, None))
+
+
+class _Layout(NamedTuple):
+    """Where instances of a data class keep their state. has_items: they are ordered dicts, too."""
+
+    fields: dict[str, None]
+    slots: frozenset[str]
+    has_items: bool
+
+    def is_all_of(self, value: Any, state: dict[str, Any]) -> bool:
+        """Whether ``value``, with the attributes ``state``, has every field and nothing else."""
+        if state.keys() | self.slots != self.fields.keys() or not all(hasattr(value, name) for name in self.slots):
+            return False
+        return not self.has_items or all(state.get(name, state) is item for name, item in value.items())
+
+
+_NOTHING: dict[str, Any] = {}
 
 
 @functools.cache
-def _sequence_builder(kind: type) -> Callable[[list[Any]], Any]:
-    if kind is list:
-        return list
-    return kind._make if hasattr(kind, "_make") else kind  # named tuples take their fields one by one
+def _layout(kind: type) -> _Layout | None:
+    """None where instances may have state that is neither an attribute nor an item."""
+    if not dataclasses.is_dataclass(kind) or kind.__new__ not in (object.__new__, OrderedDict.__new__):
+        return None
+    has_items = issubclass(kind, OrderedDict)
+    if issubclass(kind, dict) and not has_items:
+        return None
+    slots = [name for base in kind.__mro__ for name in _names(base.__dict__.get("__slots__", ()))]
+    fields = dict.fromkeys(field.name for field in dataclasses.fields(kind))
+    return _Layout(fields, frozenset(slots) - {"__dict__", "__weakref__"}, has_items)
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 @functools.cache
-def _mapping_builder(kind: type) -> Callable[[dict[Any, Any]], Any]:
-    if dataclasses.is_dataclass(kind):  # diffusers' BaseOutput is both
-        return lambda items: kind(**items)
-    return kind if issubclass(kind, dict) else dict
+def _tuple_builder(kind: type) -> Callable[[list[Any]], Any] | None:
+    """Of named tuples, past their __new__, and of the results of torch.max and its like."""
+    if hasattr(kind, "_fields"):
+        return functools.partial(tuple.__new__, kind)
+    return kind if kind.__module__ == "torch.return_types" else None
 
 
 def _is_plain_method(value: Any) -> bool:

@@ -17,12 +17,14 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.errors import ReplayError
-from lowtide.plan.schedule import KEPT, WHOLE
+from lowtide.plan.schedule import IN_SEGMENTS, KEPT
 from lowtide.runtime.flatten import flatten_call
-from lowtide.runtime.placeholder import version_of
+from lowtide.runtime.placeholder import Packed, unpack, version_of
 from lowtide.runtime.segment import Call, Segment
+from lowtide.runtime.store import Store, Ticket
 
 _MOST_FORWARDS = 16
+_EMPTY: dict[int, Any] = {}
 
 
 @dataclass
@@ -34,6 +36,7 @@ class BlockRecord:
     index: int
     planned: str
     ledger: "weakref.ref[Ledger]"
+    number: int
     planned_reason: str | None = None
     treatment: str = KEPT
     segment: int | None = None
@@ -69,7 +72,7 @@ class BlockRecord:
 
 
 class Storages:
-    """Bytes of distinct storages, each credited to the block that held or dropped it first."""
+    """Bytes of distinct storages, each credited to the block that held, moved or dropped it first."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self.weights = (
@@ -78,20 +81,27 @@ class Storages:
             else {_key(t) for t in (*model.parameters(), *model.buffers()) if t.layout is torch.strided}
         )
         self.held: dict[int, tuple[int, int]] = {}
+        self.moved: dict[int, tuple[int, int]] = {}
         self.dropped: dict[int, tuple[int, int]] = {}
         self._pins: list[StorageWeakRef] = []  # a dead storage's key must not be given to another one
 
     def hold(self, block: int, tensor: torch.Tensor) -> None:
-        self._enter(self.held, block, tensor)
+        self._enter(self.held, block, tensor, self.moved)
+
+    def move(self, block: int, tensor: torch.Tensor) -> None:
+        """It waits in CPU memory."""
+        self._enter(self.moved, block, tensor, self.held)
 
     def drop(self, block: int, tensor: torch.Tensor) -> None:
         self._enter(self.dropped, block, tensor)
 
-    def _enter(self, book: dict[int, tuple[int, int]], block: int, tensor: torch.Tensor) -> None:
+    def _enter(
+        self, book: dict[int, tuple[int, int]], block: int, tensor: torch.Tensor, other: dict[int, Any] = _EMPTY
+    ) -> None:
         if tensor.layout is not torch.strided:
             return
         key = _key(tensor)
-        if key in book or key in self.weights:
+        if key in book or key in other or key in self.weights:
             return
         storage = tensor.untyped_storage()
         book[key] = (block, storage.nbytes())
@@ -100,8 +110,12 @@ class Storages:
     def held_bytes(self, block: int) -> int:
         return sum(size for owner, size in self.held.values() if owner == block)
 
+    def moved_bytes(self, block: int) -> int:
+        return sum(size for owner, size in self.moved.values() if owner == block)
+
     def dropped_bytes(self, block: int) -> int:
-        return sum(size for key, (owner, size) in self.dropped.items() if owner == block and key not in self.held)
+        there = self.held.keys() | self.moved.keys()
+        return sum(size for key, (owner, size) in self.dropped.items() if owner == block and key not in there)
 
     def release_pins(self) -> None:
         """The forward is over: its keys are settled."""
@@ -111,8 +125,12 @@ class Storages:
 class Ledger:
     """The books of one handle. A window is one forward (or several before a backward) and what recomputed it."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, store: Store | None = None) -> None:
         self.model = weakref.ref(model)
+        self.store = store
+        if store is not None:
+            note = weakref.WeakMethod(self.note_backward)  # the store must not keep the books, and the model, alive
+            store.on_first_read = lambda: told() if (told := note()) is not None else None
         self.records: list[BlockRecord] = []
         self.fallbacks: dict[str, str] = {}
         self.backward_seen = False
@@ -123,11 +141,10 @@ class Ledger:
         self._backward = -1  # autograd's number of the backward that this window belongs to, once it is known
         self._segments = 0
         self._taking_in = False
-        self._numbers: dict[str, int] = {}
 
     def add(self, name: str, stack: str, index: int, planned: str, reason: str | None = None) -> BlockRecord:
-        record = BlockRecord(name, stack, index, planned, weakref.ref(self), reason, treatment=planned)
-        self._numbers[name] = len(self.records)
+        number = len(self.records)
+        record = BlockRecord(name, stack, index, planned, weakref.ref(self), number, reason, treatment=planned)
         self.records.append(record)
         return record
 
@@ -166,7 +183,8 @@ class Ledger:
                 self._backward = _current_graph_task_id()
 
     def _nothing_is_replayed(self) -> bool:
-        return all(other.planned == KEPT for other in self.records)
+        moved = self.store is not None and self.store.counts.d2h_bytes
+        return not moved and all(other.planned == KEPT for other in self.records)
 
     def _open_window(self, record: BlockRecord, leaves: Sequence[torch.Tensor]) -> None:
         for other in self.records:
@@ -177,7 +195,10 @@ class Ledger:
         if self.measuring and self.storages is not None:
             self.storages.release_pins()
         shapes = (record.name, *(tensor.shape for tensor in leaves))
+        measured_before = self.measuring
         self.measuring = shapes != self._measured
+        if self.store is not None:  # the first step of a shape allocates buffers: the second one's times stand
+            self.store.begin_step(timed=self.measuring or measured_before)
         if self.measuring:
             self._measured = shapes
             self.storages = Storages(self.model())
@@ -187,16 +208,16 @@ class Ledger:
     def end_call(self, record: BlockRecord, segment: Segment, call: Call) -> None:
         record.dropped |= call.drops
         record.reason = record.planned_reason if record.dropped else "nothing in it needed a gradient"
-        if call.drops and record.planned == WHOLE:
+        if call.drops and record.planned in IN_SEGMENTS:
             if segment.label is None:
                 segment.label, self._segments = self._segments, self._segments + 1
             record.segment = segment.label
         if self.measuring and self.storages is not None:
-            number = self._numbers[record.name]
+            number = record.number
             for external in segment.externals[segment.counted :]:
                 tensor = external.alive()  # packed by hooks outside, it is no longer in the external itself
                 if tensor is not None and call.drops:
-                    self.storages.hold(number, tensor)
+                    (self.storages.move if external.moved else self.storages.hold)(number, tensor)
             segment.counted = len(segment.externals)
         self._taking_in = False
 
@@ -214,15 +235,38 @@ class Ledger:
         storages = self.storages
         if not self.measuring or storages is None:
             return None
-        number = self._numbers[record.name]
+        number = record.number
         return lambda tensor: storages.drop(number, tensor)
+
+    def keeper(self, record: BlockRecord) -> Callable[[torch.Tensor, bool], None] | None:
+        """Called with every tensor that a selective call keeps, and whether it moved; None while nothing is counted."""
+        storages = self.storages
+        if not self.measuring or storages is None:
+            return None
+        number = record.number
+        return lambda tensor, moved: (storages.move if moved else storages.hold)(number, tensor)
+
+    def moving_hooks(self, record: BlockRecord, pack: Callable[[torch.Tensor], Packed]) -> AbstractContextManager[Any]:
+        """Saved-tensor hooks that let the store take what a call saves, and count it while bytes are counted."""
+        storages = self.storages
+        if not self.measuring or storages is None:
+            return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        number = record.number
+
+        def counted(tensor: torch.Tensor) -> Packed:
+            packed = pack(tensor)
+            if not self._taking_in:
+                (storages.move if isinstance(packed, Ticket) else storages.hold)(number, tensor)
+            return packed
+
+        return torch.autograd.graph.saved_tensors_hooks(counted, unpack)
 
     def keeping_hooks(self, record: BlockRecord) -> AbstractContextManager[Any] | None:
         """Saved-tensor hooks that count what a kept call saves; None while bytes are not counted."""
         storages = self.storages
         if not self.measuring or storages is None:
             return None
-        number = self._numbers[record.name]
+        number = record.number
         outer = _top_saved_tensors_default_hooks(False)
         pack_on, unpack_on = outer if outer is not None else (None, _same)
 

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -49,20 +49,31 @@ class PlaceHolder:
 
 
 class Weight:
-    """Stands for a weight that a region saved: kept as it is, since it costs nothing. Checked as autograd would."""
+    """Stands for a saved tensor that is kept as it is, a weight most often. Checked as autograd would."""
 
     __slots__ = ("name", "tensor", "version")
+    moved = False
 
     def __init__(self, tensor: torch.Tensor, name: str) -> None:
-        self.tensor, self.version, self.name = tensor.detach(), tensor._version, name
+        self.tensor, self.version, self.name = tensor.detach(), version_of(tensor), name
 
     def take(self) -> torch.Tensor:
-        if self.tensor._version != self.version:
-            raise ReplayError(f"a weight of {self.name} was modified by an inplace operation before its backward")
+        if version_of(self.tensor) != self.version:
+            raise ReplayError(
+                f"a tensor that {self.name} saved was modified by an inplace operation before its backward"
+            )
         return self.tensor
 
 
-def unpack(holder: PlaceHolder | Weight) -> torch.Tensor:
+class Packed(Protocol):
+    """What stands for a saved tensor. moved: it waits in CPU memory."""
+
+    moved: bool
+
+    def take(self) -> torch.Tensor: ...
+
+
+def unpack(holder: Packed) -> torch.Tensor:
     """Saved-tensor hook: the tensor behind a place-holder, recomputed on the first read of its segment."""
     return holder.take()
 
@@ -74,19 +85,23 @@ def nobody() -> None:
 class External:
     """A tensor that came into a segment from outside, detached (rule 3 in segment.py).
 
-    Where saved-tensor hooks of the user are active outside the segment, they pack it (rule 23), so that somebody's
-    offload of saved tensors sees the segment's boundaries too.
+    hold: gives a ticket where the tensor is to wait in CPU memory, else None; then, where saved-tensor hooks of the
+    user are active outside the segment, they pack it (rule 23), so that somebody's offload sees its boundaries too.
     """
 
-    __slots__ = ("address", "alive", "packed", "requires_grad", "tensor", "unpack", "version")
+    __slots__ = ("address", "alive", "moved", "packed", "requires_grad", "tensor", "unpack", "version")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, hold: Callable[[torch.Tensor], Packed | None] | None = None) -> None:
         self.alive = weakref.ref(tensor)
         self.requires_grad = tensor.requires_grad
         self.version = version_of(tensor)
         self.address = address_of(tensor)
         self.tensor: torch.Tensor | None = tensor.detach()
         self.unpack: Callable[[Any], torch.Tensor] | None = None
+        self.moved = False
+        if hold is not None and (packed := hold(tensor)) is not None:
+            self.packed, self.unpack, self.tensor, self.moved = packed, unpack, None, packed.moved
+            return
         hooks = _top_saved_tensors_default_hooks(False)
         if hooks is not None:
             pack, self.unpack = hooks

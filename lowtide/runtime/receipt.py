@@ -8,9 +8,11 @@ from typing import Any
 class BlockReceipt:
     """One block. Bytes are those of distinct storages, weights not counted.
 
-    treatment: kept | whole | ffn. segment: blocks with one number were recomputed together. reason: why the block was
-    not treated as planned. recompute_calls: how often its treated side ran again. kept_bytes: what it (or the
-    checkpoint in its place) holds on the device between forward and backward. recomputed_bytes: dropped and made again.
+    treatment: kept | whole | ffn | selective, with "+offload" where something of it waits in CPU memory. segment:
+    blocks with one number were recomputed together. reason: why the block was not treated as planned.
+    recompute_calls: how often its treated side ran again. kept_bytes: what it (or the checkpoint in its place) holds on
+    the device between forward and backward. cpu_bytes: what waits in CPU memory. recomputed_bytes: dropped and made
+    again.
     """
 
     name: str
@@ -23,6 +25,23 @@ class BlockReceipt:
     kept_bytes: int
     cpu_bytes: int
     recomputed_bytes: int
+
+
+@dataclass(frozen=True)
+class Copies:
+    """What the last step moved between the device and CPU memory.
+
+    hidden_copy_ms: copying beside computation; exposed_copy_ms: computation that stood still for a copy. Both are of
+    the last step that was timed: the first two with new input shapes are. prefetch_misses: reads whose copy had not
+    even begun. pool: state of the CPU buffers, in bytes and counts; fallbacks: buffers that could not be pinned.
+    """
+
+    d2h_bytes: int = 0
+    h2d_bytes: int = 0
+    hidden_copy_ms: float = 0.0
+    exposed_copy_ms: float = 0.0
+    prefetch_misses: int = 0
+    pool: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -43,15 +62,16 @@ class Receipt:
     """
 
     blocks: tuple[BlockReceipt, ...]
+    copies: Copies = field(default_factory=Copies)
     inert: tuple[Note, ...] = ()
     ignored: tuple[Note, ...] = ()
     fallbacks: tuple[Note, ...] = ()
     warnings: tuple[str, ...] = field(default=())
 
     @property
-    def totals(self) -> dict[str, int]:
+    def totals(self) -> dict[str, Any]:
         keys = ("recompute_calls", "kept_bytes", "cpu_bytes", "recomputed_bytes")
-        return {key: sum(getattr(block, key) for block in self.blocks) for key in keys}
+        return {key: sum(getattr(block, key) for block in self.blocks) for key in keys} | vars(self.copies)
 
     def as_dict(self) -> dict[str, Any]:
         return {

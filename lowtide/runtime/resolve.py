@@ -1,7 +1,7 @@
 """From a model to its block stacks: by a family's rows, or by structure where no row knows the model."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -11,6 +11,7 @@ from lowtide.families.row import Stack
 
 _FEED_FORWARD = re.compile(r"(^|_)(ff|ffn|mlp|feed_?forward)(_|\d|$)")
 _ATTENTION = re.compile(r"attn|attention")
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 _LEAVES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
 
 
@@ -28,13 +29,25 @@ class ResolvedStack:
 
     def chains(self, block: nn.Module) -> list[list[tuple[str, nn.Module]]]:
         """The feed-forward chains that this block really has; modules that it lacks are left out."""
-        chains = [[(path, child(block, path)) for path in chain] for chain in self.row.feed_forward]
-        present = [[(path, module) for path, module in chain if module is not None] for chain in chains]
-        return [chain for chain in present if chain]
+        chains = [_present(block, chain) for chain in self.row.feed_forward]
+        return [chain for chain in chains if chain]
+
+    def attention_sides(self, block: nn.Module) -> list[tuple[str, nn.Module]]:
+        """What belongs to attention in this block: its softmax-attention modules and the norms that feed them.
+
+        A norm that feeds another side, too, is among them: what it saves is the block's input.
+        """
+        attention = _present(block, self.row.attention)
+        return _unique(_present(block, self.row.attention_norms) + attention) if attention else []
 
     @property
     def has_feed_forward(self) -> bool:
         return any(self.chains(block) for _, block in self.blocks)
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether a block has a softmax-attention module that the row names."""
+        return any(self.attention_sides(block) for _, block in self.blocks)
 
 
 def resolve(model: nn.Module, stacks: Sequence[Stack] | None) -> list[ResolvedStack]:
@@ -110,6 +123,11 @@ def child(block: nn.Module, path: str) -> nn.Module | None:
     return module
 
 
+def _present(block: nn.Module, paths: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    found = [(path, child(block, path)) for path in paths]
+    return [(path, module) for path, module in found if module is not None]
+
+
 def _discover(model: nn.Module) -> list[ResolvedStack]:
     found = list(_lists_of_blocks(model, ""))
     if not found:
@@ -145,10 +163,41 @@ def _is_composite(module: nn.Module) -> bool:
 
 
 def _guess_row(path: str, blocks: list[tuple[str, nn.Module]]) -> Stack:
-    names = list(dict.fromkeys(name for _, block in blocks for name, _ in block.named_children()))
-    row = Stack(name=path, blocks=(f"{path}.*",))
+    children: dict[str, nn.Module] = {}
+    for _, block in blocks:
+        children.update((name, module) for name, module in block.named_children() if name not in children)
+    norms = [name for name, module in children.items() if "norm" in name or isinstance(module, _NORMS)]
+    attention = [name for name in children if _ATTENTION.search(name) and name not in norms]
+    feed_forward = [name for name in children if _FEED_FORWARD.search(name) and name not in norms]
+    fed_by = _fed_by(norms, attention, feed_forward)
     return replace(
-        row,
-        feed_forward=tuple((name,) for name in names if _FEED_FORWARD.search(name)),
-        attention=tuple(name for name in names if _ATTENTION.search(name) and "norm" not in name),
+        Stack(name=path, blocks=(f"{path}.*",)),
+        feed_forward=tuple(_chain(name, fed_by.get(name), children) for name in feed_forward),
+        attention=tuple(attention),
+        attention_norms=tuple(fed_by[name] for name in attention if name in fed_by),
     )
+
+
+def _fed_by(norms: list[str], attention: list[str], feed_forward: list[str]) -> dict[str, str]:
+    """Name of the norm before each sublayer, where there is one for each: norm1, norm2 for self_attn, mlp, say.
+
+    A wrong guess costs a recomputation of the norm: the engine joins a chain only where a tensor is handed on.
+    """
+    sublayers = [*attention, *feed_forward]
+    if not attention or len(norms) != len(sublayers):
+        return {}
+    return dict(zip(sublayers, sorted(norms, key=_last_number), strict=True))
+
+
+def _last_number(name: str) -> int:
+    return int((re.findall(r"\d+", name) or [0])[-1])
+
+
+def _chain(name: str, norm: str | None, children: Mapping[str, nn.Module]) -> tuple[str, ...]:
+    return (name,) if norm is None or not _is_plain_norm(children[norm]) else (norm, name)
+
+
+def _is_plain_norm(module: nn.Module) -> bool:
+    """Batch norm counts its calls; a norm without weights is followed by modulation, so it feeds no feed-forward."""
+    counts = any(isinstance(part, nn.modules.batchnorm._NormBase) for part in module.modules())
+    return not counts and next(module.parameters(), None) is not None

@@ -44,6 +44,7 @@ from lowtide.runtime.flatten import Arguments, rebuild_call, tensors_of
 from lowtide.runtime.placeholder import (
     PLAIN_TYPES,
     External,
+    Packed,
     PlaceHolder,
     Weight,
     address_of,
@@ -52,6 +53,7 @@ from lowtide.runtime.placeholder import (
     unpack,
     version_of,
 )
+from lowtide.runtime.selective import KernelLog
 
 _STRIDED = torch.strided
 
@@ -73,6 +75,7 @@ class Call:
         "facts",
         "function",
         "holders",
+        "kernels",
         "last",
         "name",
         "on_replay",
@@ -106,7 +109,8 @@ class Call:
         self.compared = True
         self.spot_check = False  # compare a few values of the last saved tensor, on the CPU
         self.debug = False  # compare a few values of every saved tensor, on any device
-        self.last: torch.Tensor | None = None
+        self.last: tuple[int, torch.Tensor] | None = None
+        self.kernels: KernelLog | None = None  # keeps what its attention kernels give out
 
     def packer(self, segment: "Segment", kept_addresses: set[int] | frozenset[int]) -> Callable[[torch.Tensor], Any]:
         """The saved-tensor hook of its forward. Runs once a saved tensor, so it does the least it can."""
@@ -120,7 +124,7 @@ class Call:
             note_facts((tensor.shape, tensor.dtype, tensor.device))
             note_place((address, tensor._version))
             if watched:
-                self._watch(tensor)
+                self.watch(tensor)
             if address in kept_addresses:
                 hold(nobody)
                 return Weight(tensor, self.name)
@@ -130,8 +134,9 @@ class Call:
 
         return pack
 
-    def _watch(self, tensor: torch.Tensor) -> None:
-        self.last = tensor
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Asked before a saved tensor is entered, where values are compared."""
+        self.last = len(self.holders), tensor
         if self.debug and (sample := sample_of(tensor, any_device=True)) is not None:
             self.samples[len(self.holders)] = sample
 
@@ -139,8 +144,10 @@ class Call:
         self.complete = True
         self.drops = any(alive is not nobody for alive in self.holders)
         last, self.last = self.last, None
-        if (sample := sample_of(last)) is not None:
-            self.samples[len(self.holders) - 1] = sample
+        if last is not None and (sample := sample_of(last[1])) is not None:
+            self.samples[last[0]] = sample
+        if self.kernels is not None:
+            self.kernels.finish(self.drops)
 
 
 class Nesting(threading.local):
@@ -154,7 +161,16 @@ class Nesting(threading.local):
 class Segment:
     """Calls that are recomputed together. One is open a stack and thread; see Tracer."""
 
-    def __init__(self, context: Context, accelerator: str | None, nesting: Nesting, *, early_stop: bool = True) -> None:
+    def __init__(
+        self,
+        context: Context,
+        accelerator: str | None,
+        nesting: Nesting,
+        *,
+        early_stop: bool = True,
+        hold: Callable[[torch.Tensor], Packed | None] | None = None,
+    ) -> None:
+        self.hold = hold  # lets an external wait in CPU memory, see store.py
         self.context = context
         self.accelerator = accelerator
         self.nesting = nesting
@@ -217,7 +233,7 @@ class Segment:
             producer.wanted = (producer.wanted or set()) | {made[1]}
             return made
         self._external_of[key] = number = len(self.externals)
-        self.externals.append(External(tensor))
+        self.externals.append(External(tensor, self.hold))
         return number
 
     def run(
@@ -236,9 +252,10 @@ class Segment:
         pack = call.packer(self, kept_addresses)
         if on_pack is not None:
             pack = functools.partial(_pack_counted, pack, on_pack)
+        function = call.function if call.kernels is None else call.kernels.recording(call, self, pack, on_pack)
         try:
             with saved_tensors_hooks(pack, unpack):
-                output = call.function(*args, **kwargs)
+                output = function(*args, **kwargs)
             call.finish()
             if call.drops and versions != [version_of(tensor) for tensor in leaves]:
                 raise _changed_argument(call, leaves, versions)
@@ -281,12 +298,9 @@ class Segment:
 
     def _fetch(self, end: int) -> dict[int, torch.Tensor]:
         """The externals that calls up to ``end`` take. Others' hooks may recompute them, so no flag is up yet."""
-        fetched: dict[int, torch.Tensor] = {}
-        for call in self.calls[:end]:
-            for source in call.sources:
-                if isinstance(source, int) and source not in fetched:
-                    fetched[source] = self.externals[source].fetch(call.name)
-        return fetched
+        names = {source: call.name for call in self.calls[:end] for source in call.sources if isinstance(source, int)}
+        # In the order in which what waits in CPU memory comes back: last used first.
+        return {source: self.externals[source].fetch(names[source]) for source in sorted(names, reverse=True)}
 
     def _needed(self) -> int:
         for number in range(len(self.calls), 1, -1):
@@ -305,7 +319,7 @@ class Segment:
 
     def _replay_call(
         self, number: int, outside: dict[int, torch.Tensor], made: dict[tuple[int, int], torch.Tensor], last: bool
-    ) -> list[torch.Tensor]:
+    ) -> list[Any]:
         call = self.calls[number]
         leaves = [outside[source] if isinstance(source, int) else made[source] for source in call.sources]
         weights, hooked = _weights_and_hooks(call.roots)
@@ -328,12 +342,13 @@ class Segment:
         return collector.values
 
     def _run_again(self, call: Call, args: list[Any], kwargs: dict[str, Any], collector: "Collector") -> Any:
+        function = call.function if call.kernels is None else call.kernels.replaying(call, collector)
         try:
             if call.captured == self.context.capture():
                 with saved_tensors_hooks(collector.pack, _as_it_is):
-                    return call.function(*args, **kwargs)
+                    return function(*args, **kwargs)
             with self.context.restored(call.captured), saved_tensors_hooks(collector.pack, _as_it_is):
-                return call.function(*args, **kwargs)
+                return function(*args, **kwargs)
         except StopReplay:
             if not collector.stopped:
                 raise
@@ -350,10 +365,10 @@ class Collector:
         self.stop = stop
         self.stopped = False
         self.extra = 0
-        self.values: list[torch.Tensor] = []
+        self.values: list[Any] = []  # tensors; of what attention kernels saved and is kept, StandIns
         self.versions: list[int] = []
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pack(self, tensor: Any) -> Any:
         if tensor.requires_grad:
             tensor = tensor.detach()  # with its graph, a saved output would keep its own node alive for ever
         values = self.values
@@ -381,7 +396,7 @@ def _pack_counted(
     return packed
 
 
-def _publish(holders: list[Callable[[], PlaceHolder | None]], values: list[torch.Tensor]) -> None:
+def _publish(holders: list[Callable[[], PlaceHolder | None]], values: list[Any]) -> None:
     for alive, value in zip(holders, values, strict=False):
         holder = alive()
         if holder is not None and holder.value is None:

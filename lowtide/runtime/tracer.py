@@ -8,8 +8,8 @@ Rules (the numbering of segment.py goes on):
 
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,44 +18,31 @@ from torch import nn
 from torch._C._autograd import _saved_tensors_hooks_is_enabled  # pyright: ignore[reportAttributeAccessIssue]
 from torch._C._functorch import peek_interpreter_stack
 
-from lowtide.plan.schedule import FFN, KEPT, WHOLE
+from lowtide.plan.schedule import ATTENTION, BOUNDARY, FFN, IN_SEGMENTS, KEPT, SAVED, SELECTIVE
 from lowtide.runtime.context import Context, Provider, accelerator, default_generators
+from lowtide.runtime.entry_points import EntryPoint
 from lowtide.runtime.flatten import Leaves, OpaqueArgument, flatten_call
-from lowtide.runtime.ledger import BlockRecord, Ledger
-from lowtide.runtime.placeholder import packs_outside
+from lowtide.runtime.ledger import Ledger
+from lowtide.runtime.placeholder import Packed, packs_outside
 from lowtide.runtime.segment import Call, Nesting, Segment
-
-
-@dataclass
-class Unit:
-    """One intercepted module: a block of a stack, or a module of a block's feed-forward side.
-
-    group: which open segment it may join. number: the planned segment within the group. position: its place in the
-    group, ascending. width: how many units the planned segment has. last: the
-    last position of the group. carry: places and names of the arguments that
-    decide whether a segment goes on. counts: whether its replays are the block's recompute_calls.
-    """
-
-    module: weakref.ref[nn.Module]
-    record: BlockRecord
-    treatment: str
-    group: Hashable
-    number: int = 0
-    position: int = 0
-    width: int = 1
-    carry: tuple[tuple[int, str], ...] = ()
-    last: int = 0
-    counts: bool = True
-
-    def carried(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        found = [args[place] if place < len(args) else kwargs.get(name) for place, name in self.carry]
-        return [value for value in found if isinstance(value, torch.Tensor)]
+from lowtide.runtime.selective import KernelLog
+from lowtide.runtime.store import Store
+from lowtide.runtime.unit import MOVED, WAKES, Unit
 
 
 class Tracer:
     """The live half of a handle: every intercepted call of its blocks arrives at ``run``."""
 
-    def __init__(self, units: Sequence[tuple[nn.Module, Unit]], ledger: Ledger, providers: Sequence[Provider]) -> None:
+    def __init__(
+        self,
+        units: Sequence[tuple[nn.Module, Unit]],
+        ledger: Ledger,
+        providers: Sequence[Provider],
+        store: Store | None = None,
+        entry_points: Sequence[EntryPoint] = (),
+    ) -> None:
+        self.store = store
+        self.entry_points = entry_points
         self.units = {id(module): unit for module, unit in units}
         self.ledger = ledger
         self.context = Context(providers)
@@ -72,18 +59,27 @@ class Tracer:
             return original(module, *args, **kwargs)
         if unit.treatment == KEPT:
             return self._keep(unit, original, module, args, kwargs)
+        if unit.treatment in (MOVED, WAKES):
+            return self._move(unit, original, module, args, kwargs)
         try:
             arguments, leaves = flatten_call(args, kwargs)
         except OpaqueArgument as error:  # rule 9
             return self._keep_opaque(unit, str(error), original, module, args, kwargs)
         self.ledger.begin_call(unit.record, leaves)
+        if self.store is not None:
+            self.store.enter_block(unit.record.number, unit.record.name)
         segment = self._segment_for(unit, leaves, args, kwargs)
         call = Call(unit.record.name, functools.partial(original, module), (module,))
         call.on_replay = unit.record.count_replay if unit.counts else unit.record.note_replay
         call.weights_may_move = unit.record.has_hooks_around
         call.spot_check = self.ledger.measuring
+        if unit.treatment == SELECTIVE:
+            call.kernels = self._kernel_log(unit)
         segment.record(call, arguments, leaves, self._generators(leaves))
-        output = self._record(unit, segment, call, args, kwargs, leaves)
+        if self.store is None:
+            output = self._record(unit, segment, call, args, kwargs, leaves)
+        else:
+            output = self._record_with_store(self.store, unit, segment, call, args, kwargs, leaves)
         self.ledger.end_call(unit.record, segment, call)
         return output
 
@@ -121,13 +117,58 @@ class Tracer:
                 reason = "saved-tensor hooks outside, or another checkpoint, begin or end before it"
             if reason is None:
                 return segment
-            if unit.treatment == WHOLE:
+            if unit.treatment in IN_SEGMENTS:
                 self.ledger.fall_back(unit.record, reason)
-        return Segment(self.context, self.accelerator, self.nesting)
+        return Segment(self.context, self.accelerator, self.nesting, hold=self._holder(unit))
+
+    def _holder(self, unit: Unit) -> Callable[[torch.Tensor], Packed | None] | None:
+        """How a segment holds what it is given."""
+        if self.store is None:
+            return None
+        by_attention = unit.treatment == FFN and not unit.wakes.isdisjoint({ATTENTION, SAVED})
+        if unit.wakes and not by_attention:
+            return self.store.pack_here
+        if unit.moves.isdisjoint({BOUNDARY, SAVED}):
+            return self.store.hold
+        return self.store.move_later if unit.treatment == FFN else self.store.move
+
+    def _kernel_log(self, unit: Unit) -> KernelLog:
+        store = self.store
+        hold = None if store is None else store.move if ATTENTION in unit.moves else store.hold
+        return KernelLog(
+            self.entry_points,
+            hold=hold,
+            on_keep=self.ledger.keeper(unit.record),
+            on_kernel=store.flush if store is not None else None,
+            on_note=functools.partial(self.ledger.fall_back, unit.record),
+        )
 
     @staticmethod
     def _has_room(segment: Segment, unit: Unit) -> bool:
         return segment.position < unit.position and len(segment.calls) < unit.width  # rule 7
+
+    def _record_with_store(
+        self,
+        store: Store,
+        unit: Unit,
+        segment: Segment,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: list[torch.Tensor],
+    ) -> Any:
+        if unit.treatment != FFN:  # a whole block takes its time: what it was given can be copied meanwhile
+            store.flush()
+        try:
+            output = self._record(unit, segment, call, args, kwargs, leaves)
+            if not call.drops and len(segment.calls) == 1:  # it holds nothing for anybody
+                self.ledger.end_call(unit.record, segment, call)
+                segment.externals.clear()
+        finally:
+            store.flush()
+        if unit.settles:
+            store.settle()
+        return output
 
     def _record(
         self,
@@ -184,11 +225,45 @@ class Tracer:
         self.ledger.begin_kept_call(unit.record, args, kwargs)
         if reason is not None:
             self.ledger.keep_instead(unit.record, reason)
-        hooks = self.ledger.keeping_hooks(unit.record)
+        store = self.store
+        if store is None or not unit.moves or reason is not None:
+            output = self._with_hooks(self.ledger.keeping_hooks(unit.record), original, module, args, kwargs)
+            if store is not None and unit.settles:
+                store.settle()
+            return output
+        store.enter_block(unit.record.number, unit.record.name)
+        pack = store.pack if SAVED in unit.moves else store.share
+        return self._with_hooks(self.ledger.moving_hooks(unit.record, pack), original, module, args, kwargs)
+
+    def _move(
+        self,
+        unit: Unit,
+        original: Callable[..., Any],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        assert self.store is not None
+        pack = self.store.pack if unit.treatment == MOVED else self.store.pack_here
+        hooks = self.ledger.moving_hooks(unit.record, pack)
+        return self._with_hooks(hooks, original, module, args, kwargs)
+
+    def _with_hooks(
+        self,
+        hooks: AbstractContextManager[Any] | None,
+        original: Callable[..., Any],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         if hooks is None:
             return original(module, *args, **kwargs)
-        with hooks:
-            return original(module, *args, **kwargs)
+        try:
+            with hooks:
+                return original(module, *args, **kwargs)
+        finally:
+            if self.store is not None:
+                self.store.flush()
 
     def _keep_opaque(
         self,

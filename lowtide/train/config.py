@@ -239,6 +239,11 @@ class TrainConfig:
 
 
 _SEE = "docs/train.md lists the keys."
+_DEFAULTS = {
+    key_of(name, field): field.default
+    for model in (TrainKeys, CheckpointConfig)
+    for name, field in model.model_fields.items()
+}
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -268,10 +273,13 @@ def _check_folder(key: str, folder: Path) -> None:
 def changes(
     record: Mapping[str, Any], config: TrainConfig, *, only: Sequence[str] = (), without: Sequence[str] = ()
 ) -> str:
-    """In words, where an earlier run's ``TrainConfig.record`` differs from this configuration; empty if nowhere."""
-    now = config.record()
-    keys = [key for key in only or now if key not in without and record.get(key) != now[key]]
-    return ", ".join(f"{key} {shown(record.get(key))} (now {shown(now[key])})" for key in keys)
+    """In words, where an earlier run's ``TrainConfig.record`` differs from this configuration; empty if nowhere.
+
+    A key that the version of that run did not have counts as its default.
+    """
+    now, then = config.record(), {**_DEFAULTS, **record}
+    keys = [key for key in only or now if key not in without and then.get(key) != now[key]]
+    return ", ".join(f"{key} {shown(then.get(key))} (now {shown(now[key])})" for key in keys)
 
 
 def _override(text: str) -> tuple[str, str]:

@@ -20,6 +20,7 @@ WEIGHTS = {"lora": "lora", "full": "transformer"}
 """Folder in ``output_dir`` for the trained weights, by ``model_type``."""
 _BAR_WIDTH = 6
 _TITLE = "What each setting does with this model and batch"
+_ON_CPU = " on CPU: what waits in CPU memory instead."
 _LEGEND = (
     "▶ ran here. kept: activations that wait for backward, those outside the blocks too. at most: those and the "
     "largest piece that is recomputed at once. (ffn): only the feed-forward side of the blocks. Weights, gradients and "
@@ -92,7 +93,8 @@ def settings_table(report: Mapping[str, Any]) -> RenderableType:
     most = max(entry["most_bytes"] for entry in settings)
     table = Table(title=_TITLE, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("setting", no_wrap=True)
-    for name in ("kept", "at most"):
+    offload = any(entry.get("cpu_bytes") for entry in settings)
+    for name in ("kept", *(["on CPU"] if offload else []), "at most"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     table.add_column("recomputed", no_wrap=True)
@@ -101,22 +103,22 @@ def settings_table(report: Mapping[str, Any]) -> RenderableType:
         table.add_row(
             ("▶ " if entry["ran"] else "  ") + setting_name(entry["keys"]),
             format_bytes(entry["held_bytes"]),
+            *([format_bytes(entry["cpu_bytes"])] if offload else []),
             format_bytes(entry["most_bytes"]),
             "█" * max(1, round(_BAR_WIDTH * share)),
             _recomputed(entry),
             style="bold" if entry["ran"] else None,
         )
-    return Group(Text(), table, Text(_LEGEND))
+    return Group(Text(), table, Text(_LEGEND + (_ON_CPU if offload else "")))
 
 
 def setting_name(keys: Mapping[str, Any]) -> str:
     """``torch, interval 2, stride 4``."""
-    if keys.get("gradient_checkpointing") is False:
-        return "off"
-    words = [keys["gradient_checkpointing_backend"]]
+    words = ["off" if keys.get("gradient_checkpointing") is False else keys["gradient_checkpointing_backend"]]
     for key, word in (("interval", "interval"), ("segment_stride", "stride")):
         value = keys.get(f"gradient_checkpointing_{key}")
         words += [f"{word} {value}"] if value is not None else []
+    words += ["attention offload"] if keys.get("gradient_checkpointing_offload_attention") else []
     return ", ".join(words)
 
 

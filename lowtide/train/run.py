@@ -9,6 +9,7 @@ import torch
 
 import lowtide
 from lowtide.handle import Handle, attach
+from lowtide.runtime.store import accelerator_or_simulated
 from lowtide.train.adapters import Everything, Lora, Trained
 from lowtide.train.config import TrainConfig, TrainKeys
 from lowtide.train.dataset import batches
@@ -56,6 +57,8 @@ def run(config: TrainConfig, reporter: Reporter) -> dict[str, Any] | None:
     Raises ConfigError before anything is written, MachineError where the disk or the device failed, LowtideError where
     training broke down.
     """
+    if config.checkpointing.moves:
+        accelerator_or_simulated()  # raises now what attach would raise after everything is cached
     prepared = prepare(config, reporter)
     state, checkpoint = begin(config, prepared.cached.digest, reporter)
     session = _open(prepared, state, checkpoint)

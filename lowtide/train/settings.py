@@ -3,12 +3,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from lowtide import families
 from lowtide.controls import CheckpointConfig
-from lowtide.handle import schedule_for
+from lowtide.handle import schedule_for, without_last_round_trip
 from lowtide.measure.held import trace_held
 from lowtide.plan.held import HeldTrace, predict
 from lowtide.plan.schedule import KEPT, Schedule
+from lowtide.runtime.link import simulated
 from lowtide.runtime.resolve import ResolvedStack, resolve
 from lowtide.train.families.base import Denoiser
 from lowtide.train.flow import Batch, Noised
@@ -17,6 +20,9 @@ OFFERED: tuple[Mapping[str, Any], ...] = (
     {"gradient_checkpointing": False},
     {"gradient_checkpointing_backend": "torch-ffn"},
     {"gradient_checkpointing_backend": "torch"},
+    {"gradient_checkpointing_backend": "unsloth-ffn"},
+    {"gradient_checkpointing_backend": "unsloth-ffn", "gradient_checkpointing_offload_attention": True},
+    {"gradient_checkpointing_backend": "unsloth"},
     {"gradient_checkpointing_backend": "torch", "gradient_checkpointing_interval": 2},
     {
         "gradient_checkpointing_backend": "torch",
@@ -25,51 +31,60 @@ OFFERED: tuple[Mapping[str, Any], ...] = (
     },
 )
 
+_BACKEND = "gradient_checkpointing_backend"
+
 
 def compare_settings(
     denoiser: Denoiser, family: str, noised: Noised, batch: Batch, ran: CheckpointConfig
 ) -> list[dict[str, Any]]:
     """One entry a setting, in the order of the decision rule; the one that ran is among them.
 
-    The model must be detached. One forward runs, without checkpointing, so that it needs the memory of a plain one.
-    Entries: keys (flat), scope, held_bytes (kept between forward and backward), most_bytes (those and the largest piece
-    that is recomputed at once: the peak of backward is at most that), recomputed (blocks, whole or in part), blocks,
-    ran.
+    Settings that offload are among them where they could run. The model must be detached. One forward runs, without
+    checkpointing, so that it needs the memory of a plain one.
+    Entries: keys (flat), scope, held_bytes (kept on the device between forward and backward), cpu_bytes (kept in CPU
+    memory), most_bytes (held_bytes and the largest piece that is recomputed at once: the peak of backward is at most
+    that, plus what comes back from CPU memory ahead), recomputed (blocks, whole or in part), blocks, ran.
     """
     stacks = resolve(denoiser.model, families.find(family).stacks)
     trace = trace_held(denoiser.model, stacks, denoiser.arguments(noised.latents, noised.sigmas, batch.text))
-    offered = [CheckpointConfig(**keys) for keys in OFFERED]
+    offered = [config for config in _offered(ran) if not config.moves or _can_offload(denoiser.model)]
     if ran not in offered:
         offered.append(ran)
     return [_entry(config, stacks, trace, config == ran) for config in offered]
 
 
+def _offered(ran: CheckpointConfig) -> list[CheckpointConfig]:
+    """With the pool and the smallest size of the setting that ran, so that rows differ in what they say."""
+    alike = {"offload_min_bytes": ran.offload_min_bytes}
+    alike["offload_pin_memory_max_buckets"] = ran.offload_pin_memory_max_buckets
+    return [CheckpointConfig(**keys, **alike) for keys in OFFERED]
+
+
+def _can_offload(model: nn.Module) -> bool:
+    return simulated.get() or next(model.parameters()).device.type != "cpu"
+
+
 def _entry(config: CheckpointConfig, stacks: list[ResolvedStack], trace: HeldTrace, ran: bool) -> dict[str, Any]:
-    schedule = schedule_for(stacks, config)
-    held = predict(trace, schedule)
+    schedule = without_last_round_trip(schedule_for(stacks, config), [stack.name for stack in stacks])
+    held = predict(trace, schedule, config.offload_min_bytes)
     return {
         "keys": short_keys(config),
         "scope": config.scope,
         "held_bytes": held.held_bytes,
-        "most_bytes": held.held_bytes + max((_piece_bytes(trace, names) for names in held.segments), default=0),
+        "cpu_bytes": held.cpu_bytes,
+        "most_bytes": held.held_bytes + max(map(trace.piece_bytes, held.segments), default=0),
         "recomputed": len(recomputed_blocks(stacks, schedule)),
         "blocks": sum(len(stack.blocks) for stack in stacks),
         "ran": ran,
     }
 
 
-def _piece_bytes(trace: HeldTrace, names: Sequence[str]) -> int:
-    """What the calls of one segment save, when all are run again."""
-    calls = [call for block in trace.calls for call in (block, *block.inner)]
-    return trace.bytes_of(storage for call in calls if call.name in names for storage in call.all_saved)
-
-
 def short_keys(config: CheckpointConfig) -> dict[str, Any]:
     """The flat keys that make this setting, those that only repeat a default left out."""
-    if not config.gradient_checkpointing:
-        return {"gradient_checkpointing": False}
-    flat = config.as_flat_dict()
-    return {key: value for key, value in flat.items() if value is not None and key != "gradient_checkpointing"}
+    flat, usual = config.as_flat_dict(), CheckpointConfig().as_flat_dict()
+    backend = {_BACKEND: flat.pop(_BACKEND)} if config.gradient_checkpointing else {}
+    changed = {key: value for key, value in flat.items() if value != usual[key]}
+    return {**backend, **{key: value for key, value in changed.items() if key != _BACKEND}}
 
 
 def recomputed_blocks(stacks: Sequence[ResolvedStack], schedule: Schedule) -> list[str]:

@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from _common import ADAPTER, Block, Case, nonreentrant, plain
+from _common import ADAPTER, Block, Case, add_lora, flux_inputs, nonreentrant, plain, tiny_flux
 
 c = Case(
     17,
@@ -43,10 +43,31 @@ if ADAPTER is not None and hasattr(ADAPTER, "parse"):
         {"offload": True},
         {"offload": True, "gradient_checkpointing": False},
         {"activation_offload": True, "layer_offload_fraction": 0.0},
+        {"gradient_checkpointing": False, "gradient_checkpointing_offload_attention": True},
     ):
         try:
             r = ADAPTER.parse(cfg)
             c.row(f"adapter{cfg}", bool(r), f"-> {r}")
         except ValueError as e:
             c.row(f"adapter{cfg}", True, f"refused: {e}")
+if ADAPTER is not None and hasattr(ADAPTER, "enable") and hasattr(ADAPTER, "inert"):
+
+    def step(backend):
+        m = add_lora(tiny_flux())
+        ADAPTER.enable(m, backend=backend, offload_attention=True)
+        m.train()
+        m(**flux_inputs())[0].mean().backward()
+        t = ADAPTER.stats()
+        return t["d2h_bytes"], t["recompute_calls"], ADAPTER.inert(m)
+
+    def alone():
+        moved, recomputed, inert = step(None)
+        return moved > 0 and not recomputed and not inert, f"{moved} bytes moved, {recomputed} recomputations"
+
+    def beside():
+        moved, recomputed, inert = step("torch")
+        return moved == 0 and recomputed > 0 and "offload_attention" in inert, f"{moved} bytes moved, inert: {inert}"
+
+    c.try_("adapter offload alone", alone)
+    c.try_("adapter offload + torch", beside)
 c.end()

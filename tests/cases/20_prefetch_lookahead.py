@@ -4,7 +4,7 @@ import weakref
 import torch
 from torch import nn
 
-from _common import Block, Case, nonreentrant
+from _common import ADAPTER, Block, Case, nonreentrant
 
 c = Case(
     20,
@@ -59,7 +59,22 @@ for name, off in vs:
             h = nonreentrant(b, h)
     h.mean().backward()
     c.row(name, peak[0] <= 3, f"{peak[0]} restored block inputs alive at once, of {N}")
-c.note(
-    "an adapter can be tried through ADAPTER.live_restored() sampled in a backward hook; on a GPU compare torch.cuda.max_memory_allocated during backward with 2-3 blocks"
-)
+if ADAPTER is not None and hasattr(ADAPTER, "live_restored"):
+
+    def sampled(call):
+        seen = []
+        h = x
+        for b in bs:
+            h = call(b, h)
+            h.register_hook(lambda g: seen.append(ADAPTER.live_restored()))
+        h.mean().backward()
+        return 0 < max(seen) <= 3 * x.nbytes, f"at most {max(seen) / x.nbytes:g} block inputs alive at once, of {N}"
+
+    c.try_("adapter checkpoint", lambda: sampled(lambda b, h: ADAPTER.checkpoint(b, h, backend="unsloth")))
+    model = nn.Module()
+    model.blocks = bs
+    ADAPTER.enable(model, backend="unsloth")
+    c.try_("adapter enable", lambda: sampled(lambda b, h: b(h)))
+    ADAPTER.disable(model)
+c.note("on a GPU compare torch.cuda.max_memory_allocated during backward with 2-3 blocks")
 c.end()

@@ -52,6 +52,44 @@ for name, ck in ck_variants("plain", "stock-nonreentrant"):
     c.try_(
         name, lambda: ((n := kept(ck)) == 0, f"{n} bytes of dense weights held after the forward (packed: {4 * d * d})")
     )
+
+
+def dense_copied(run, off):
+    """Bytes of dense weights, and of other tensors, that are copied while ``run()`` goes forward."""
+    copied = {"dense weights": 0, "activations": 0}
+    orig = torch.Tensor.copy_
+
+    def spy(s, src, *a, **k):
+        n = src.untyped_storage().nbytes()
+        copied["dense weights" if n == d * d * 4 else "activations"] += n
+        return orig(s, src, *a, **k)
+
+    torch.Tensor.copy_ = spy
+    try:
+        with off():
+            o = run()
+    finally:
+        torch.Tensor.copy_ = orig
+    o.sum().backward()
+    return copied
+
+
+layers = nn.ModuleList(QLin() for _ in range(4))
+shapes = {"2-d": (4, d), "3-d": (2, 3, d)}
+for name, off in off_variants("stock-copy_offload"):
+    for shape in shapes:
+
+        def r():
+            def run():
+                h = torch.randn(shapes[shape], requires_grad=True) * 1
+                for b in layers:
+                    h = b(h).sin()
+                return h
+
+            n = dense_copied(run, off)
+            return n["dense weights"] == 0 < n["activations"], f"{shape} input: bytes copied {n}"
+
+        c.try_(name, r)
 try:
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
@@ -77,10 +115,13 @@ try:
                 for k in kinds
                 if len(k[1]) == 2 and k[1][0] * k[1][1] >= d * d and k[2].is_floating_point and k[0] == "Tensor"
             ]
-            return (
-                torch.allclose(g0, x.grad) and not dense,
-                f"torchao int8 weight-only: dense float weights among the saved tensors: {len(dense)} of {len(kinds)}",
+            told = (
+                f"torchao int8 weight-only: dense float weights among the saved tensors: {len(dense)} of {len(kinds)}"
             )
+            if name.startswith("adapter"):  # that torchao saves them is not the adapter's doing; that they stay is
+                n = dense_copied(lambda: m(x), off)
+                return torch.allclose(g0, x.grad) and n["dense weights"] == 0, f"{told}; bytes copied {n}"
+            return torch.allclose(g0, x.grad) and not dense, told
 
         c.try_(name + " torchao", r)
 except Exception as e:

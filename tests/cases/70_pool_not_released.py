@@ -1,3 +1,5 @@
+import torch
+
 from _common import ADAPTER, Case, add_lora, flux_inputs, tiny_flux
 
 c = Case(
@@ -17,6 +19,22 @@ else:
     m(**flux_inputs())[0].mean().backward()
     a = ADAPTER.pool_bytes()
     ADAPTER.disable(m)
+    b = ADAPTER.pool_bytes()
+    c.row("adapter disable", a > 0 == b, f"{a} -> {b}")
+    m2 = add_lora(tiny_flux())
+    ADAPTER.enable(m2, backend="unsloth")
+    out = m2(**flux_inputs())[0]
+    a = ADAPTER.pool_bytes()
+    ADAPTER.disable(m2)
+    b = ADAPTER.pool_bytes()
+    out.mean().backward()
+    del out
+    c.row("adapter last graph", a >= b > 0 == ADAPTER.pool_bytes(), f"{a} -> {b} -> {ADAPTER.pool_bytes()}")
+    with ADAPTER.offload():
+        out = (torch.randn(64, requires_grad=True) * 2).exp().sum()
+    out.backward()
+    del out
+    a = ADAPTER.pool_bytes()
     ADAPTER.pool_reset()
-    c.row("adapter", ADAPTER.pool_bytes() == 0, f"{a} -> {ADAPTER.pool_bytes()}")
+    c.row("adapter reset", a > 0 == ADAPTER.pool_bytes(), f"{a} -> {ADAPTER.pool_bytes()}")
 c.end()

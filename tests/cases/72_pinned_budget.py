@@ -40,6 +40,20 @@ tot = int(next(l for l in open("/proc/meminfo") if "MemAvailable" in l).split()[
 c.note(f"this machine: MemAvailable {tot / 2**30:.1f} GiB, cgroup limit {limit()}")
 if ADAPTER is not None and hasattr(ADAPTER, "plan"):
     c.try_("adapter[plan]", lambda: (True, ADAPTER.plan(blocks=40, activation_bytes=75600 * 5120 * 2)))
+if ADAPTER is not None and hasattr(ADAPTER, "pool_takes"):
+    for s in shapes:
+        n = 2
+        for k in s:
+            n *= k
+        took = ADAPTER.pool_takes(n)
+        c.row(f"adapter {s} bf16", n <= took < 1.05 * n, f"{n / 2**20:.1f} MiB of data take {took / 2**20:.1f} MiB")
+if ADAPTER is not None and hasattr(ADAPTER, "pool_under"):
+    pinned, pageable, told = ADAPTER.pool_under(2**24, [2**20] * 16)
+    c.row(
+        "adapter under a limit",
+        0 < pinned <= 0.6 * 2**24 and pinned + pageable == 2**24 and len(told) == 1,
+        f"of 16 MiB, {pinned / 2**20:g} MiB pinned, {pageable / 2**20:g} MiB pageable; told once: {told[:1]}",
+    )
 if torch.cuda.is_available():
     r0 = int(open("/proc/self/statm").read().split()[1])
     t = torch.empty(int(1.1 * 2**28), dtype=torch.uint8).pin_memory()

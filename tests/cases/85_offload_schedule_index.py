@@ -23,4 +23,14 @@ if ADAPTER is not None and hasattr(ADAPTER, "schedule"):
                 return len(set(s)) == len(s) and all(0 <= i < n for i in s), f"n={n} interval={k}: {s}"
 
             c.try_("adapter", r)
+if ADAPTER is not None and hasattr(ADAPTER, "offloaded"):
+    for n in (1, 2, 5, 28, 57):
+        for k in (1, 2, 3, n):
+
+            def r():
+                s = ADAPTER.offloaded(n, k)
+                last = (n - 1) // k * k  # the last segment stays: backward begins with it
+                return s == list(range(last)), f"n={n} interval={k}: offloaded {s}"
+
+            c.try_("adapter offloaded", r)
 c.end()

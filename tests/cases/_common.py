@@ -13,6 +13,10 @@ With a library: GC_ADAPTER=lowtide_adapter python tests/cases/NN_name.py
     schedule(depth, interval, stride=None) -> block indices that are treated
     audit(model) -> names of trainable parameters without gradient ; describe(model) -> what is treated, for people
     plan(...) -> the planner's answer (see case 74) ; live_restored() -> bytes of reloads alive now
+    inert(model) -> names of the options that changed nothing in the last step
+    offloaded(depth, interval) -> indices of blocks whose inputs wait in CPU memory with the backend "unsloth"
+    pool_takes(bytes) -> bytes of CPU memory that a tensor of that size takes ; pool_under(limit_bytes, sizes) ->
+        (pinned bytes, pageable bytes, warnings) after taking buffers of these sizes on a machine with so much memory
   ADAPTER_BACKENDS="torch,unsloth,..." chooses the checkpoint backends that are tried (default torch,unsloth).
   CASES_ROWS=adapter leaves out the rows of stock torch that are made per variant, to save time.
 

@@ -64,15 +64,20 @@ def test_debugging_shows_the_traceback_and_keeps_the_exit_code() -> None:
     assert "in work" in result.stderr
 
 
+ALLOWED_BACKENDS = "torch, torch-ffn, unsloth, unsloth-ffn, torch-selective, unsloth-selective"
 WRONG_USAGE = [
     ((), "Usage"),
     (("inspct", "flux1"), "No such command"),
     (("inspect",), "Missing argument"),
     (("inspect", "flux1", "--intervl", "2"), "No such option"),
     (("inspect", "flux1", "--size", "huge"), "huge"),
-    (("inspect", "flux1", "--backend", "False"), "backend: 'False' is not allowed; allowed: torch, torch-ffn."),
+    (("inspect", "flux1", "--backend", "False"), f"backend: 'False' is not allowed; allowed: {ALLOWED_BACKENDS}."),
     (("inspect", "flux1", "--backend", "torch_ffn"), "Did you mean 'torch-ffn'?"),
-    (("inspect", "flux1", "--backend", "unsloth"), "allowed: torch, torch-ffn."),
+    (("inspect", "flux1", "--backend", "auto"), f"backend: 'auto' is not allowed; allowed: {ALLOWED_BACKENDS}."),
+    (("verify", "flux1", "--backend", "unslot"), "Did you mean 'unsloth'?"),
+    (("verify", "flux1", "--offload-min-bytes", "-1"), "offload_min_bytes: '-1' is not allowed; allowed: a size"),
+    (("inspect", "flux1", "--offload-min-bytes", "1 MiBi"), "Did you mean 'MiB'?"),
+    (("inspect", "flux1", "--offload-atention"), "No such option"),
     (("inspect", "flux1", "--interval", "0"), "interval: '0' is not allowed; allowed: a whole number, 1 or more."),
     (("inspect", "flux1", "--interval", "-1"), "interval: '-1' is not allowed"),
     (("inspect", "flux1", "--interval", "1.5"), "interval: '1.5' is not allowed"),

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lowtide import families
+from lowtide.controls import BACKENDS
 
 
 def test_json_has_every_family_with_the_depths_of_its_real_configuration(lowtide_json: Callable[..., Any]) -> None:
@@ -13,7 +14,7 @@ def test_json_has_every_family_with_the_depths_of_its_real_configuration(lowtide
     assert list(rows) == [family.key for family in families.all_families()]
     for row in rows.values():
         assert set(row) == {"key", "title", "class", "aliases", "stacks", "scopes", "parameters"}
-        assert row["scopes"] == ["torch", "torch-ffn"]
+        assert row["scopes"] == list(BACKENDS)
         for stack in row["stacks"]:
             assert set(stack) == {"path", "blocks", "depth", "ffn", "attention"}
             assert stack["depth"] > 0
@@ -34,3 +35,4 @@ def test_people_see_every_family(lowtide: Callable[..., Any]) -> None:
         assert family.key in result.stdout
         assert family.title in result.stdout
     assert "38 single_transformer_blocks" in result.stdout
+    assert f"all: {', '.join(BACKENDS)}." in result.stdout

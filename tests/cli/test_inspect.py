@@ -10,6 +10,7 @@ import diffusers
 import pytest
 
 from lowtide import families
+from lowtide.controls import BACKENDS, CheckpointConfig
 
 
 def treatments(result: dict[str, Any]) -> dict[str, int]:
@@ -20,8 +21,8 @@ def test_feed_forwards_of_all_57_flux_blocks(lowtide_json: Callable[..., Any]) -
     result = lowtide_json("inspect", "flux1", "--backend", "torch-ffn")
     assert treatments(result) == {"ffn": 57}
     assert result["parameters"] == 11_901_408_320
-    assert result["scopes"] == ["torch", "torch-ffn"]
-    assert result["settings"] == {"backend": "torch-ffn", "interval": None, "segment_stride": None}
+    assert result["scopes"] == list(BACKENDS)
+    assert result["settings"] == CheckpointConfig(backend="torch-ffn").attach_arguments()
 
 
 def test_segments_and_gaps(lowtide_json: Callable[..., Any]) -> None:
@@ -36,6 +37,7 @@ def test_segments_and_gaps(lowtide_json: Callable[..., Any]) -> None:
         "treatment": "whole",
         "segment": 1,
         "reason": None,
+        "moves": [],
     }
     assert treatments({"stacks": [single]}) == {"whole": 20, "kept": 18}
 
@@ -53,6 +55,52 @@ def test_blocks_without_a_feed_forward_say_so(lowtide_json: Callable[..., Any]) 
     assert resnets
     assert {(block["treatment"], block["reason"]) for block in resnets} == {("kept", "no feed-forward")}
     assert {block["treatment"] for block in blocks if block not in resnets} == {"ffn"}
+
+
+def test_what_would_wait_in_cpu_memory(lowtide_json: Callable[..., Any]) -> None:
+    result = lowtide_json("inspect", "flux1", "--size", "tiny", "--backend", "unsloth-ffn", "--offload-attention")
+    double, single = result["stacks"]
+    moved = ("ffn+offload", ["attention", "boundary"])
+    assert [(block["treatment"], block["moves"]) for block in double["blocks"]] == [moved] * double["depth"]
+    last = ("ffn", [])  # runs last, so that backward asks for it at once
+    assert [(b["treatment"], b["moves"]) for b in single["blocks"]] == [*[moved] * (single["depth"] - 1), last]
+    assert result["settings"]["offload_attention"] is True
+    assert result["settings"]["offload_min_bytes"] == 2**20
+
+
+def test_attention_offload_alone_is_of_blocks_with_attention(lowtide_json: Callable[..., Any]) -> None:
+    result = lowtide_json("inspect", "sdxl", "--size", "tiny", "--backend", "none", "--offload-attention")
+    *blocks, last = result["stacks"][0]["blocks"]
+    assert {(block["treatment"], *block["moves"]) for block in blocks if ".resnets." in block["name"]} == {("kept",)}
+    others = {(block["treatment"], *block["moves"]) for block in blocks if ".attentions." in block["name"]}
+    assert others == {("kept+offload", "attention")}
+    assert last["moves"] == []
+
+
+def test_blocks_without_a_feed_forward_move_no_boundary(lowtide_json: Callable[..., Any]) -> None:
+    result = lowtide_json("inspect", "sdxl", "--size", "tiny", "--backend", "unsloth-ffn")
+    resnets = [block for block in result["stacks"][0]["blocks"] if ".resnets." in block["name"]]
+    assert {(block["treatment"], *block["moves"], block["reason"]) for block in resnets} == {
+        ("kept", "no feed-forward")
+    }
+
+
+def test_selective_segments(lowtide_json: Callable[..., Any]) -> None:
+    options = ("--backend", "unsloth-selective", "--interval", "2", "--segment-stride", "3", "--size", "tiny")
+    (stack,) = lowtide_json("inspect", "sd3_medium", *options)["stacks"]
+    assert [block["treatment"] for block in stack["blocks"]][:3] == ["selective+offload"] * 2 + ["kept"]
+    assert [block["segment"] for block in stack["blocks"]][:4] == [0, 0, None, 1]
+    ends = stack["blocks"][-2:]
+    assert [(block["treatment"], block["segment"]) for block in ends] == [("selective", 2)] * 2
+
+
+def test_people_see_what_moves_and_the_setting_in_words(lowtide: Callable[..., Any]) -> None:
+    options = ("--backend", "unsloth-ffn", "--offload-attention", "--offload-min-bytes", "64KiB", "--size", "tiny")
+    rows = [" ".join(line.split()) for line in lowtide("inspect", "sd3_medium", *options).stdout.splitlines()]
+    assert rows[1] == "With backend unsloth-ffn, offload attention, offload min bytes 65536:"
+    assert any("ffn recomputed + offload (attention, boundary)" in row for row in rows)
+    alone = lowtide("inspect", "sana", "--size", "tiny", "--backend", "none", "--offload-min-bytes", "0").stdout
+    assert "With no backend (nothing is recomputed):" in alone
 
 
 @pytest.mark.parametrize("family", [family.key for family in families.all_families()])
@@ -127,7 +175,12 @@ def test_the_scope_that_a_model_does_not_have(lowtide: Callable[..., Any], tmp_p
     result = lowtide("inspect", str(tmp_path), "--backend", "torch-ffn")
     assert result.exit_code == 2
     assert "recomputes feed-forward sides" in result.stderr
-    assert "Backends that it can run: torch." in result.stderr
+    assert "Backends that it can run: torch, unsloth." in result.stderr
+    for options in (("--backend", "torch-selective"), ("--backend", "none", "--offload-attention")):
+        result = lowtide("inspect", str(tmp_path), *options)
+        assert result.exit_code == 2
+        assert "softmax attention" in result.stderr
+        assert "Backends that it can run: torch, unsloth." in result.stderr
 
 
 def test_a_pipeline_folder_is_known_by_its_class(lowtide_json: Callable[..., Any], tmp_path: Path) -> None:

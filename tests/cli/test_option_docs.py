@@ -8,7 +8,7 @@ import pytest
 from pydantic import BeforeValidator, Field
 
 from lowtide.cli.option_docs import help_of, main, markdown_table, up_to_date
-from lowtide.controls import CheckpointConfig
+from lowtide.controls import BACKENDS, CheckpointConfig
 from lowtide.keys import Choice, Keys
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -33,7 +33,8 @@ def test_a_table_of_every_key() -> None:
 def test_keys_with_two_names_show_both() -> None:
     table = markdown_table(CheckpointConfig)
     assert "| `gradient_checkpointing_interval` | `interval` | a whole number, 1 or more | unset | " in table
-    assert "| `gradient_checkpointing_backend` | `backend` | torch, torch-ffn | `torch` | " in table
+    assert f"| `gradient_checkpointing_backend` | `backend` | {', '.join(BACKENDS)} | `torch` | " in table
+    assert "| `gradient_checkpointing_offload_attention` | `offload_attention` | true or false " in table
 
 
 def test_files_are_brought_up_to_date(tmp_path: Path) -> None:
@@ -60,6 +61,6 @@ def test_the_controls_page_has_the_table() -> None:
 def test_help_explains_the_controls_in_the_same_words(lowtide: Callable[..., Any], command: str) -> None:
     result = lowtide(command, "--help")
     words = " ".join(result.stdout.replace("│", " ").split())
-    for field in ("interval", "segment_stride"):
+    for field in ("interval", "segment_stride", "offload_attention"):
         assert help_of(CheckpointConfig, field) in words
     assert help_of(CheckpointConfig, "backend").partition(". ")[0] in words

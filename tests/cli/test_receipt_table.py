@@ -16,16 +16,17 @@ def block(index: int, treatment: str, segment: int | None = None, reason: str | 
         "treatment": treatment,
         "segment": segment,
         "reason": reason,
-        "recompute_calls": int(treatment != "kept"),
+        "recompute_calls": int(not treatment.startswith("kept")),
         "kept_bytes": 1024,
-        "cpu_bytes": 0,
-        "recomputed_bytes": 2048 if treatment != "kept" else 0,
+        "cpu_bytes": 512 if treatment.endswith("+offload") else 0,
+        "recomputed_bytes": 2048 if not treatment.startswith("kept") else 0,
     }
 
 
 def receipt(blocks: list[dict[str, Any]], **notes: Any) -> dict[str, Any]:
     keys = ("recompute_calls", "kept_bytes", "cpu_bytes", "recomputed_bytes")
     totals = {key: sum(item[key] for item in blocks) for key in keys}
+    totals |= notes.pop("copies", {})
     return {"blocks": blocks, "totals": totals, "inert": [], "ignored": [], "fallbacks": [], **notes}
 
 
@@ -46,6 +47,45 @@ def test_like_blocks_share_a_row_and_sums_are_sums() -> None:
     assert "6 (1) kept: no [bold]side 0 1.00 KiB 0 B" in rows
     assert "7 (1) kept 0 1.00 KiB 0 B" in rows
     assert "all 8 blocks 6 8.00 KiB 12.0 KiB" in rows
+
+
+COPIES = {"d2h_bytes": 2048, "h2d_bytes": 1536, "hidden_copy_ms": 12.34, "exposed_copy_ms": 0.5, "prefetch_misses": 3}
+
+
+def pool(**changed: int) -> dict[str, int]:
+    usual = {"pinned_bytes": 4096, "pageable_bytes": 0, "in_use_bytes": 0, "buffers": 4, "sizes": 2, "fallbacks": 0}
+    return usual | changed
+
+
+def test_what_was_moved_has_a_column_and_its_times() -> None:
+    blocks = [block(0, "ffn+offload"), block(1, "ffn+offload"), block(2, "kept+offload"), block(3, "selective")]
+    rows = rows_of(receipt(blocks, copies={**COPIES, "pool": pool()}))
+    assert "blocks treatment replays kept on CPU dropped" in rows
+    assert "0-1 (2) ffn recomputed 2 2.00 KiB 1.00 KiB 4.00 KiB" in rows
+    assert "2 (1) kept 0 1.00 KiB 512 B 0 B" in rows
+    assert "3 (1) selective 1 1.00 KiB 0 B 2.00 KiB" in rows
+    assert "all 4 blocks 3 4.00 KiB 1.50 KiB 6.00 KiB" in rows
+    assert rows[-3:] == [
+        "copies: 2.00 KiB out, 1.50 KiB back; 12.3 ms hidden, 0.5 ms exposed",
+        "prefetch misses: 3",
+        "pool: 4.00 KiB pinned, 0 B not pinned; buffers 4, distinct sizes 2",
+    ]
+
+
+def test_a_pool_that_fell_back_says_so() -> None:
+    rows = rows_of(receipt([block(0, "kept+offload")], copies={**COPIES, "pool": pool(fallbacks=5)}), width=120)
+    assert rows[-1].endswith("distinct sizes 2, fallbacks to ordinary memory 5")
+
+
+def test_where_nothing_was_moved_there_is_no_word_of_it() -> None:
+    copies = dict.fromkeys(COPIES, 0) | {"pool": {}}
+    assert rows_of(receipt([block(0, "whole", 0)], copies=copies)) == rows_of(receipt([block(0, "whole", 0)]))
+
+
+def test_blocks_that_move_and_blocks_that_do_not_are_apart() -> None:
+    rows = rows_of(receipt([block(0, "kept+offload"), block(1, "kept")], copies={**COPIES, "pool": pool()}))
+    assert "0 (1) kept 0 1.00 KiB 512 B 0 B" in rows
+    assert "1 (1) kept 0 1.00 KiB 0 B 0 B" in rows
 
 
 def test_many_spans_are_shortened_but_counted() -> None:

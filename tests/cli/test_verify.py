@@ -11,12 +11,15 @@ import torch
 from torch import nn
 
 from lowtide import families
+from lowtide.handle import attach
+from lowtide.measure.build import build_model
 
 
 @pytest.mark.parametrize(
     ("family", "options", "treatments", "settings"),
     [
         ("flux1", (), {"whole"}, ("torch", None, None)),
+        ("sd3 medium", ("--backend", "torch-selective"), {"selective"}, ("torch-selective", None, None)),
         ("flux1", ("--interval", "2", "--segment-stride", "4"), {"whole", "kept"}, ("torch", 2, 4)),
         ("flux1", ("--backend", "torch-ffn"), {"ffn"}, ("torch-ffn", None, None)),
         ("z-image turbo", ("--backend", "none"), {"kept"}, (None, None, None)),
@@ -33,10 +36,67 @@ def test_families_are_bit_identical(
     assert result["same"] is True
     assert result["differences"] == []
     assert result["gradients"] > 0
-    assert tuple(result["settings"].values()) == settings
+    assert tuple(result["settings"].values())[:3] == settings
+    assert result["offload"] is None
     assert {block["treatment"] for block in result["receipt"]["blocks"]} == treatments
     recomputed = sum(block["treatment"] != "kept" for block in result["receipt"]["blocks"])
     assert result["receipt"]["totals"]["recompute_calls"] == recomputed
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "treatments"),
+    [
+        ("flux1", ("--backend", "unsloth"), {"whole+offload", "whole"}),
+        ("flux1", ("--backend", "unsloth-ffn", "--offload-attention"), {"ffn+offload", "ffn"}),
+        ("sdxl", ("--backend", "none", "--offload-attention"), {"kept+offload", "kept"}),
+        ("wan21_1_3b", ("--backend", "unsloth-selective", "--interval", "2"), {"selective+offload", "selective"}),
+        (
+            "sd3_medium",
+            ("--backend", "torch", "--interval", "1", "--segment-stride", "2", "--offload-attention"),
+            {"whole", "kept+offload", "kept"},
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_offload_is_simulated_and_changes_no_number(
+    lowtide_json: Callable[..., Any], family: str, options: tuple[str, ...], treatments: set[str]
+) -> None:
+    result = lowtide_json("verify", family, *options)
+    assert (result["same"], result["offload"]) == (True, "simulated on the CPU")
+    receipt = result["receipt"]
+    assert {block["treatment"] for block in receipt["blocks"]} == treatments
+    moved = {block["treatment"] for block in receipt["blocks"] if block["cpu_bytes"]}
+    assert moved == {treatment for treatment in treatments if treatment.endswith("+offload")}
+    assert receipt["totals"]["d2h_bytes"] == receipt["totals"]["cpu_bytes"] > 0
+    assert receipt["totals"]["pool"]["in_use_bytes"] == 0
+
+
+def test_small_tensors_stay_where_a_size_is_given(lowtide_json: Callable[..., Any]) -> None:
+    result = lowtide_json("verify", "flux1", "--backend", "unsloth", "--offload-min-bytes", "1 GiB")
+    assert result["settings"]["offload_min_bytes"] == 2**30
+    assert result["receipt"]["totals"]["d2h_bytes"] == 0
+    assert result["receipt"]["inert"]
+
+
+def test_people_are_told_that_offload_is_simulated(lowtide: Callable[..., Any]) -> None:
+    rows = [
+        " ".join(line.split()) for line in lowtide("verify", "sd3_medium", "--backend", "unsloth").stdout.splitlines()
+    ]
+    assert "Offload simulated on the CPU: copies were made synchronously, within CPU memory." in rows
+    assert "blocks treatment replays kept on CPU dropped" in rows
+    assert any(row.startswith("copies: ") for row in rows)
+    plain = lowtide("verify", "sd3_medium").stdout
+    assert "Offload" not in plain
+    assert "on CPU" not in plain
+
+
+def test_outside_of_verify_the_library_still_refuses_offload_without_an_accelerator(
+    lowtide_json: Callable[..., Any],
+) -> None:
+    lowtide_json("verify", "sd3_medium", "--backend", "unsloth")
+    if not torch.accelerator.is_available():
+        with pytest.raises(ValueError, match="offload needs an accelerator"):
+            attach(build_model(families.find("sd3_medium"), "tiny"), backend="unsloth")
 
 
 def test_people_see_the_comparison_and_the_receipt(lowtide: Callable[..., Any]) -> None:

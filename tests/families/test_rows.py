@@ -61,7 +61,9 @@ def test_every_pattern_and_every_path_in_a_block_names_something(row, size):
     assert [stack.name for stack in stacks] == [stack.name for stack in row.stacks]
     for stack in stacks:
         inside = [dict(block.named_modules()) for _, block in stack.blocks]
-        paths = {path for chain in stack.row.feed_forward for path in chain} | set(stack.row.attention)
+        chains = {path for chain in stack.row.feed_forward for path in chain}
+        paths = {*chains, *stack.row.attention, *stack.row.attention_norms}
+        assert not chains & set(stack.row.attention_norms), "a norm is of one side"
         optional = {"attn2"} if row.key == "sd3_medium" else set()  # the 3.5 models have it
         assert {path for path in paths if not any(path in modules for modules in inside)} <= optional
 
@@ -197,3 +199,38 @@ def test_attention_names_every_softmax_attention_of_the_blocks_and_nothing_else(
     all_blocks = {block for block, _ in blocks}
     inside = [active for active in kernel.seen if all_blocks & set(active)]
     assert inside and all(declared & set(active) for active in inside)
+
+
+def _norms_before(attention: nn.Module, block: nn.Module, calls: _Calls) -> set[nn.Module]:
+    """Norms of ``block`` from which ``attention`` gets a value that no other module has changed since."""
+    given = calls.arguments.get(block, [])
+    ends = {tensor.grad_fn for tensor in given}
+    makers = {
+        tensor.grad_fn: module
+        for _, module in block.named_children()
+        for tensor in calls.outputs.get(module, ())
+        if module is not attention
+    }
+    norms = {module for name, module in block.named_children() if "norm" in name}
+    found, pending, seen = set(), [tensor.grad_fn for tensor in calls.arguments.get(attention, ())], set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen or node in ends:
+            continue
+        seen.add(node)
+        if node in makers:
+            found |= {makers[node]} & norms
+        else:
+            pending += [before for before, _ in node.next_functions]
+    return found
+
+
+def test_attention_norms_are_those_whose_output_reaches_attention_unchanged_or_modulated(row):
+    model = build_model(row)
+    with _recorded(model) as calls:
+        model(**build_inputs(row.tiny))
+    for stack in resolve(model, row.stacks):
+        for path, block in stack.blocks:
+            attention = {module for name, module in block.named_modules() if name in stack.row.attention}
+            norms = {module for _, module in stack.attention_sides(block)} - attention
+            assert norms == set().union(*(_norms_before(module, block, calls) for module in attention)), path

@@ -1,5 +1,7 @@
 """The trace behind every prediction: what a plain forward saves, and where."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
@@ -11,8 +13,8 @@ from lowtide.families import Stack
 from lowtide.measure.build import build_model
 from lowtide.measure.held import trace_held
 from lowtide.measure.inputs import build_inputs
-from lowtide.plan.held import predict
-from lowtide.plan.schedule import Schedule, feed_forwards, keep_all, whole_blocks
+from lowtide.plan.held import ATTENTION_SIDE, FEED_FORWARD, KERNEL, predict
+from lowtide.plan.schedule import ATTENTION, SELECTIVE, Schedule, feed_forwards, keep_all, whole_blocks
 from lowtide.runtime.resolve import resolve
 
 
@@ -116,15 +118,124 @@ def test_tracing_leaves_neither_hooks_nor_memory_behind():
 
 
 @pytest.mark.parametrize("row", [r for r in families.all_families() if r.key != "lumina2"], ids=lambda row: row.key)
-def test_the_meta_device_gives_the_same_segments_and_boundaries(row):
-    traces = []
+def test_the_meta_device_gives_the_same_as_the_fused_kernel_of_the_cpu(row):
+    held = []
     for device in ("cpu", "meta"):
         model = build_model(row, device=device)
         stacks = resolve(model, row.stacks)
-        schedule = Schedule({stack.name: whole_blocks(len(stack.blocks), 2) for stack in stacks})
-        traces.append(predict(trace_held(model, stacks, build_inputs(row.tiny, device=device)), schedule))
-    assert traces[0].segments == traces[1].segments
-    assert traces[0].held_bytes == traces[1].held_bytes
+        trace = trace_held(model, stacks, build_inputs(row.tiny, device=device))
+        depths = {stack.name: len(stack.blocks) for stack in stacks}
+        held.append([predict(trace, schedule, 0) for schedule in _schedules(depths)])
+    assert held[0] == held[1]
+    assert held[0][1].cpu_bytes > 0 and held[0][2].cpu_bytes > 0
+
+
+def _schedules(depths: dict[str, int]) -> Iterator[Schedule]:
+    yield Schedule({name: whole_blocks(depth, 2) for name, depth in depths.items()})
+    yield Schedule({name: feed_forwards(depth).moving({ATTENTION}) for name, depth in depths.items()})
+    selective = {name: whole_blocks(depth, treatment=SELECTIVE) for name, depth in depths.items()}
+    yield Schedule({name: stack.moving({ATTENTION}) for name, stack in selective.items()})
+
+
+# ---------------------------------------------------------------------- attention
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.project = nn.Linear(width, 3 * width)
+
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        heads = self.project(hidden).unflatten(-1, (3, self.heads, -1)).transpose(1, 3)
+        query, key, value = heads.unbind(2)
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return attended.transpose(1, 2).flatten(2)
+
+
+class _AttendingBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attn = _Attention(width)
+        self.ff = nn.Linear(width, width)
+
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return hidden + self.ff(self.attn(self.norm(hidden), mask)).sin()
+
+
+class _AttendingModel(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_AttendingBlock(width) for _ in range(2))
+
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        for block in self.blocks:
+            hidden = block(hidden, mask)
+        return nn.functional.scaled_dot_product_attention(hidden[:, None], hidden[:, None], hidden[:, None]).sum()
+
+
+BATCH, TOKENS = 2, 5
+HIDDEN = BATCH * TOKENS * WIDTH * 4
+ROW_SUMS = BATCH * 2 * TOKENS * 4  # one float a head and token
+
+
+def _attending(feed_forward, attention, device="cpu", mask=None):
+    model = _AttendingModel().to(device)
+    stacks = resolve(model, (Stack("blocks", ("blocks.*",), feed_forward, attention),))
+    return trace_held(model, stacks, {"hidden": torch.randn(BATCH, TOKENS, WIDTH, device=device), "mask": mask})
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_attention_sides_and_kernels_are_calls_inside_the_block(device):
+    trace = _attending((("ff",),), ("attn",), device)
+    for block in trace.calls:
+        side, feed_forward = block.inner
+        assert (side.kind, side.name) == (ATTENTION_SIDE, f"{block.name}.attn")
+        assert (feed_forward.kind, feed_forward.name) == (FEED_FORWARD, f"{block.name}.ff")
+        (kernel,) = side.inner
+        assert kernel.kind == KERNEL and list(block.outermost(KERNEL)) == [kernel]
+        assert trace.bytes_of(kernel.results) == HIDDEN + ROW_SUMS
+        assert trace.bytes_of(side.saved) == HIDDEN  # the projection's argument
+        assert trace.bytes_of(side.all_saved) == HIDDEN + 3 * HIDDEN + HIDDEN + ROW_SUMS
+    assert trace.bytes_of(trace.glue) > 0, "the kernel outside of all blocks is glue"
+
+
+def test_a_boolean_mask_counts_as_the_additive_one_that_torch_makes_of_it():
+    masks = {device: torch.ones(TOKENS, TOKENS, dtype=torch.bool, device=device) for device in ("cpu", "meta")}
+    traces = [_attending((), ("attn",), device, mask) for device, mask in masks.items()]
+    for trace in traces:
+        kernels = [kernel for block in trace.calls for kernel in block.outermost(KERNEL)]
+        assert {trace.bytes_of(kernel.results) for kernel in kernels} == {HIDDEN + ROW_SUMS + TOKENS * TOKENS * 4}
+
+
+def test_a_module_of_two_sides_is_traced_as_a_part_of_both():
+    trace = _attending((("norm", "ff"),), ("norm", "attn"))
+    sides = list(trace.calls[0].outermost(ATTENTION_SIDE))
+    assert [side.name for side in sides] == ["blocks.0.norm", "blocks.0.attn"]
+    chain = list(trace.calls[0].outermost(FEED_FORWARD))
+    assert [call.name for call in chain] == ["blocks.0.norm", "blocks.0.ff"]
+    assert trace.bytes_of(sides[0].all_saved) == HIDDEN + 2 * BATCH * TOKENS * 4  # the argument and its statistics
+    assert sides[0].all_saved == chain[0].all_saved
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_values_of_another_width_than_queries_are_traced_as_torch_runs_them(device):
+    class Wide(_Attention):
+        def forward(self, hidden: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            heads = hidden[:, None]
+            return nn.functional.scaled_dot_product_attention(heads, heads, heads[..., :4]).squeeze(1).repeat(1, 1, 2)
+
+    model = _AttendingModel().to(device)
+    for block in model.blocks:
+        block.attn = Wide(WIDTH).to(device)
+    trace = trace_held(
+        model,
+        resolve(model, (Stack("blocks", ("blocks.*",), (), ("attn",)),)),
+        {"hidden": torch.randn(BATCH, TOKENS, WIDTH, device=device)},
+    )
+    (kernel,) = trace.calls[0].outermost(KERNEL)
+    assert trace.bytes_of(kernel.all_saved) > 0
 
 
 def test_a_forward_that_reads_values_says_that_it_cannot_run_on_the_meta_device():

@@ -131,7 +131,7 @@ def test_stacks_are_found_by_structure() -> None:
     (stack,) = resolve(transformers.CLIPTextModel(config), None)
     assert stack.found
     assert len(stack.blocks) == 3
-    assert stack.row.feed_forward == (("mlp",),)
+    assert stack.row.feed_forward == (("layer_norm2", "mlp"),)
     assert stack.row.attention == ("self_attn",)
     with pytest.raises(UnsupportedError, match="no block stack was found"):
         resolve(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), None)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from lowtide.cli.app import app
@@ -44,6 +45,31 @@ def test_bad_input_is_one_error_and_code_2(
     assert result.exit_code == 2
     assert message in result.stderr and result.stderr.count("error:") == 1 and "Traceback" not in result.stderr
     assert not output.exists()
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator to offload from")
+@pytest.mark.parametrize(
+    "over",
+    [
+        {"gradient_checkpointing_backend": "unsloth"},
+        {"gradient_checkpointing_offload_attention": True},
+        {
+            "gradient_checkpointing": False,
+            "gradient_checkpointing_interval": None,
+            "gradient_checkpointing_segment_stride": None,
+            "gradient_checkpointing_offload_attention": True,
+        },
+    ],
+    ids=["unsloth", "attention", "attention alone"],
+)
+def test_offload_without_an_accelerator_is_an_error_before_anything_is_made(
+    config_file: ConfigFile, output: Path, tmp_path: Path, over: dict[str, Any]
+) -> None:
+    cache = tmp_path / "cache"
+    result = lowtide("train", str(config_file(cache_dir=str(cache), **over)))
+    assert result.exit_code == 2
+    assert "error: offload needs an accelerator" in result.stderr and "Traceback" not in result.stderr
+    assert not output.exists() and not cache.exists()
 
 
 def test_an_image_that_is_none(config_file: ConfigFile, photos: Path, output: Path) -> None:

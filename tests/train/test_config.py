@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lowtide.errors import ConfigError
-from lowtide.train.config import TrainConfig, TrainKeys, load_config
+from lowtide.train.config import TrainConfig, TrainKeys, changes, load_config
 
 MINIMAL = {"model_family": "flux1", "pretrained_model_name_or_path": "quickstart", "data_dir": "photos"}
 
@@ -20,7 +20,11 @@ MINIMAL = {"model_family": "flux1", "pretrained_model_name_or_path": "quickstart
         ("learning_rat", 1, "unknown key 'learning_rat'. Did you mean 'learning_rate'?"),
         ("gradient_chekpointing_interval", 2, "Did you mean 'gradient_checkpointing_interval'?"),
         ("gradient_checkpointing_backend", "troch", "gradient_checkpointing_backend: 'troch' is not allowed"),
-        ("gradient_checkpointing_backend", "unsloth", "allowed: torch, torch-ffn"),
+        ("gradient_checkpointing_backend", "auto", "allowed: torch, torch-ffn, unsloth, unsloth-ffn"),
+        ("gradient_checkpointing_offload_attention", "attn", "allowed: true or false"),
+        ("gradient_checkpointing_offload_pin_memory_max_buckets", -1, "allowed: a whole number, 0 or more"),
+        ("gradient_checkpointing_offload_min_bytes", "1 MiBi", "Did you mean 'MiB'?"),
+        ("gradient_checkpointing_offload_atention", True, "Did you mean 'gradient_checkpointing_offload_attention'?"),
         ("gradient_checkpointing_interval", 0, "gradient_checkpointing_interval: 0 is not allowed"),
         ("gradient_checkpointing_segment_stride", 4, "gradient_checkpointing_interval"),
         ("max_train_steps", 0, "max_train_steps: 0 is not allowed; allowed: a whole number, 1 or more"),
@@ -72,6 +76,14 @@ def test_aliases_of_a_family(name: str) -> None:
 def test_flat_dict_makes_the_same_configuration_again() -> None:
     config = TrainConfig.from_flat({**MINIMAL, "gradient_checkpointing": False, "resume_from_checkpoint": "false"})
     assert TrainConfig.from_flat(json.loads(json.dumps(config.as_flat_dict()))) == config
+
+
+def test_a_key_that_an_earlier_version_did_not_have_counts_as_its_default() -> None:
+    config = TrainConfig.from_flat(MINIMAL)
+    earlier = {key: value for key, value in config.record().items() if "offload" not in key}
+    assert changes(earlier, config) == ""
+    now = TrainConfig.from_flat({**MINIMAL, "gradient_checkpointing_offload_attention": True})
+    assert changes(earlier, now) == "gradient_checkpointing_offload_attention False (now True)"
 
 
 def test_input_paths_start_at_the_file_and_output_at_the_current_folder(

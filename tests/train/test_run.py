@@ -1,6 +1,7 @@
 """Whole runs: what they leave, that they learn, and that the receipt says what the schedule does."""
 
 import gc
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
 from safetensors.torch import load_file
 
+from lowtide.testing import cpu_offload
 from lowtide.train.loop import StepDone
+from lowtide.train.report import setting_name, settings_table
 
 Train = Callable[..., dict[str, Any] | None]
 
@@ -94,6 +98,43 @@ def test_the_table_of_settings(train: Train) -> None:
     assert wide["held_bytes"] < gaps["held_bytes"] < off["held_bytes"]
     assert off["most_bytes"] == off["held_bytes"]
     assert whole["held_bytes"] < whole["most_bytes"] < wide["most_bytes"] < gaps["most_bytes"] < off["most_bytes"]
+
+
+OFFLOAD = {
+    "gradient_checkpointing_backend": "unsloth-ffn",
+    "gradient_checkpointing_interval": None,
+    "gradient_checkpointing_segment_stride": None,
+    "gradient_checkpointing_offload_attention": True,
+    "gradient_checkpointing_offload_min_bytes": 0,
+}
+
+
+def test_offload_changes_no_number(train: Train, output: Path, numbers: Callable[[Path], Any]) -> None:
+    with cpu_offload():
+        report = train(output_dir=str(output / "offload"), **OFFLOAD)
+    assert report is not None
+    assert report["recomputed_blocks"]["as_expected"]
+    assert report["receipt"]["totals"]["d2h_bytes"] > 0
+    train(output_dir=str(output / "plain"))
+    assert numbers(output / "offload") == numbers(output / "plain")
+
+
+def test_the_table_of_settings_has_offload_where_it_can_run(train: Train) -> None:
+    with cpu_offload():
+        report = train(max_train_steps=1, **OFFLOAD)
+    assert report is not None
+    entries = {setting_name(entry["keys"]): entry for entry in report["settings"]}
+    names = ["off", "torch-ffn", "torch", "unsloth-ffn", "unsloth-ffn, attention offload", "unsloth"]
+    assert list(entries) == [*names, "torch, interval 2", "torch, interval 2, stride 4"]
+    assert [name for name, entry in entries.items() if entry["ran"]] == ["unsloth-ffn, attention offload"]
+    assert [name for name, entry in entries.items() if entry["cpu_bytes"]] == names[3:]
+    held = [entries[name]["held_bytes"] for name in ("off", "torch-ffn", "unsloth-ffn", names[4])]
+    assert held == sorted(held, reverse=True) and len(set(held)) == 4
+    assert entries["unsloth"]["held_bytes"] < entries["torch"]["held_bytes"]
+    shown = Console(file=io.StringIO(), width=120)
+    shown.print(settings_table(report))
+    assert isinstance(shown.file, io.StringIO)
+    assert "setting kept on CPU at most" in " ".join(shown.file.getvalue().split())
 
 
 def test_a_setting_that_is_not_among_the_usual_ones_has_a_row_too(train: Train) -> None:

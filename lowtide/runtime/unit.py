@@ -1,0 +1,107 @@
+"""What of a model is intercepted, and what happens with each part: from a schedule to units."""
+
+import inspect
+import weakref
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.plan.schedule import ATTENTION, FFN, KEPT, SAVED, Schedule, StackSchedule
+from lowtide.runtime.ledger import BlockRecord, Ledger
+from lowtide.runtime.resolve import ResolvedStack
+
+MOVED = "moved"
+"""Treatment of a module inside a block that is not recomputed: what it saves waits in CPU memory."""
+WAKES = "wakes"
+"""The same in the block that runs last: what it saves stays, and reading it wakes the store."""
+
+
+@dataclass
+class Unit:
+    """One intercepted module: a block of a stack, or a module of a block's feed-forward or attention side.
+
+    group: which open segment it may join. number: the planned segment within the group. position: its place in the
+    group, ascending. width: how many units the planned segment has. last: the
+    last position of the group. carry: places and names of the arguments that
+    decide whether a segment goes on. counts: whether its replays are the block's recompute_calls.
+    moves: what of the block waits in CPU memory, see plan.schedule.MOVES. wakes: what of it would, if the block did
+    not run last: it stays, and reading it in backward tells the store to begin. settles: it is what runs last.
+    """
+
+    module: weakref.ref[nn.Module]
+    record: BlockRecord
+    treatment: str
+    group: Hashable
+    number: int = 0
+    position: int = 0
+    width: int = 1
+    carry: tuple[tuple[int, str], ...] = ()
+    last: int = 0
+    counts: bool = True
+    moves: frozenset[str] = frozenset()
+    wakes: frozenset[str] = frozenset()
+    settles: bool = False
+
+    def carried(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        found = [args[place] if place < len(args) else kwargs.get(name) for place, name in self.carry]
+        return [value for value in found if isinstance(value, torch.Tensor)]
+
+
+def units_of(
+    stacks: Sequence[ResolvedStack], schedule: Schedule, wanted: Schedule, ledger: Ledger, scope: str | None
+) -> Iterator[tuple[str, nn.Module, Unit]]:
+    """Path, module and unit of all that is intercepted; enters every block in the ledger.
+
+    wanted: the schedule before what runs last was told to stay on the device. scope: the treatment that the controls
+    ask for, to say where a block has no such side.
+    """
+    for stack in stacks:
+        plan = schedule.stacks[stack.name]
+        for index, (name, block) in enumerate(stack.blocks):
+            treatment = plan.treatments[index]
+            chains = stack.chains(block) if treatment == FFN else []
+            bare = FFN in (treatment, scope) and not stack.chains(block)
+            reason = "no feed-forward" if bare else None
+            record = ledger.add(name, stack.name, index, KEPT if bare else treatment, reason)
+            unit = _block_unit(block, record, stack, plan, index)
+            unit.wakes = wanted.stacks[stack.name].moves[index] - unit.moves
+            unit.settles = stack is stacks[-1] and index == plan.depth - 1
+            yield name, block, unit
+            for number, chain in enumerate(chains):
+                yield from _chain_units(name, record, number, chain, unit)
+            for side in (MOVED, WAKES):
+                moves = unit.moves if side == MOVED else unit.wakes
+                if unit.treatment == KEPT and ATTENTION in moves and SAVED not in unit.moves:
+                    for path, module in stack.attention_sides(block):
+                        yield f"{name}.{path}", module, Unit(weakref.ref(module), record, side, (block, path))
+
+
+def _chain_units(
+    block: str, record: BlockRecord, number: int, chain: list[tuple[str, nn.Module]], of_block: Unit
+) -> Iterator[tuple[str, nn.Module, Unit]]:
+    for place, (path, module) in enumerate(chain):
+        counts = number == place == 0  # both streams of a block are one recomputation of its feed-forward side
+        unit = Unit(weakref.ref(module), record, FFN, (block, number), position=place, counts=counts)
+        unit.width, unit.last = len(chain), len(chain) - 1
+        unit.moves, unit.wakes = of_block.moves, of_block.wakes
+        yield f"{block}.{path}", module, unit
+
+
+def _block_unit(block: nn.Module, record: BlockRecord, stack: ResolvedStack, plan: StackSchedule, index: int) -> Unit:
+    number, moves = plan.segments[index], plan.moves[index]
+    if number is None:
+        return Unit(weakref.ref(block), record, KEPT, stack.name, moves=moves)
+    width = len(plan.blocks_of(number))
+    carry = _carry_places(block, stack.row.carry)
+    treatment = plan.treatments[index]
+    return Unit(weakref.ref(block), record, treatment, stack.name, number, index, width, carry, moves=moves)
+
+
+def _carry_places(block: nn.Module, names: Sequence[str]) -> tuple[tuple[int, str], ...]:
+    if not names:
+        return ()
+    parameters = list(inspect.signature(block.forward).parameters)
+    return tuple((parameters.index(name), name) for name in names if name in parameters)

@@ -1,0 +1,106 @@
+"""What a step did, seen from below: operators that ran, bytes that were copied, storages that are still alive.
+
+Nothing here asks lowtide.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ATTENTION_KERNELS = frozenset(
+    {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._softmax.default,  # attention by plain matrix products
+    }
+)
+
+
+class Observer(TorchDispatchMode):
+    """Sees every operator of a step. Call ``forward_is_over`` between forward and backward.
+
+    kernels: attention kernels that ran, backward's recomputation included. out_bytes, back_bytes: copied as flat bytes,
+    which no model does, before and after the end of forward. alive_bytes: of storages that were made in forward and
+    lived when it ended, the model's weights and buffers in CPU memory left out. left_bytes: of those, what still lived
+    at the end: a model may keep a table that it has made.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.kernels = self.out_bytes = self.back_bytes = self.alive_bytes = self.left_bytes = 0
+        self._in_forward = True
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._others = {
+            tensor.untyped_storage()._cdata for tensor in itertools.chain(model.parameters(), model.buffers())
+        }
+
+    def forward_is_over(self) -> None:
+        self._in_forward = False
+        self.alive_bytes = self._still_alive()
+
+    def __exit__(self, *details: Any) -> None:
+        super().__exit__(*details)
+        self.left_bytes = self._still_alive()
+        self._made.clear()
+
+    def _still_alive(self) -> int:
+        alive = {key: size for key, (storage, size) in self._made.items() if not storage.expired()}
+        return sum(size for key, size in alive.items() if key not in self._others)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function in ATTENTION_KERNELS:
+            self.kernels += 1
+        elif function is torch.ops.aten.copy_.default and args[0].dtype is torch.uint8:
+            self._count_copy(args[0], args[1])
+        if self._in_forward:
+            self._note(result)
+        return result
+
+    def _count_copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        if self._in_forward:
+            self.out_bytes += source.nbytes
+            self._others.add(to.untyped_storage()._cdata)
+        else:
+            self.back_bytes += source.nbytes
+
+    def _note(self, result: Any) -> None:
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                # The weak reference keeps the key from being given to another storage.
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+
+
+@contextmanager
+def counted_forwards(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[dict[str, int]]:
+    """How often the forward of each module runs: counted on its class, with no hook and nothing on an instance."""
+    names = {id(module): name for name, module in modules}
+    calls = dict.fromkeys(names.values(), 0)
+    before = {kind: kind.forward for kind in {type(module) for _, module in modules}}
+    for kind, forward in before.items():
+        kind.forward = _counting(forward, names, calls)
+    try:
+        yield calls
+    finally:
+        for kind, forward in before.items():
+            kind.forward = forward
+
+
+def _counting(forward: Callable[..., Any], names: dict[int, str], calls: dict[str, int]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def counted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        name = names.get(id(module))
+        if name is not None:
+            calls[name] += 1
+        return forward(module, *args, **kwargs)
+
+    return counted
