@@ -32,6 +32,7 @@ class OffloadedRegion:
             self._store.begin_step(timed=True)
         else:
             self._store.look_at_weights()
+        self._store.leave_block()  # of a single checkpoint, whose store this may be
         hooks = saved_tensors_hooks(self._store.pack, unpack)
         hooks.__enter__()
         self._entered.append(hooks)

@@ -69,7 +69,7 @@ def checkpoint(
     forward_context, replay_context = context_fn() if context_fn is not None else (None, None)
     arguments, leaves = flatten_call((function, *args), kwargs, opaque=True)
     context, kind, nesting = _surroundings(has_own_state())
-    segment = Segment(context, kind, nesting, early_stop=early_stop, hold=None if store is None else store.move)
+    segment = Segment(context, kind, nesting, early_stop=early_stop, hold=None if store is None else store.move_later)
     call = Call(_name(function), _Region(forward_context, replay_context), modules_of(function))
     call.compared = determinism_check != "none"
     call.spot_check = call.compared
@@ -79,9 +79,18 @@ def checkpoint(
     if store is not None:
         store.enter_block(id(segment), call.name)
     segment.record(call, arguments, leaves, generators)
-    if store is not None:
+    if store is None:
+        return segment.run(call, (function, *args), kwargs, leaves, register_outputs=False)
+    try:
+        if any(leaf.requires_grad for leaf in leaves):  # then it is held, and can be copied meanwhile
+            store.flush()
+        output = segment.run(call, (function, *args), kwargs, leaves, register_outputs=False)
+        if not call.drops:
+            segment.externals.clear()
+    finally:
         store.flush()
-    return segment.run(call, (function, *args), kwargs, leaves, register_outputs=False)
+        store.leave_block()
+    return output
 
 
 checkpoint.__dict__["_torchdynamo_disable"] = True  # dynamo calls it instead of looking inside

@@ -158,7 +158,7 @@ def predict(trace: HeldTrace, schedule: Schedule, min_bytes: int = _ONE_MIB) -> 
     """
     segments = _segments(trace, schedule)
     needed = [segment for segment in segments if segment.saved & trace.live and segment.dropping]
-    books = _Books(trace, min_bytes, segments, schedule.moves_anything)
+    books = _Books(trace, min_bytes, segments, schedule)
     for call in trace.calls:
         stack = schedule.stacks[call.stack]
         books.enter(call, stack.moves[call.index])
@@ -187,10 +187,10 @@ class _Books:
     """Follows the calls of a forward and enters where each storage goes.
 
     saved: on the device, by the graph. kept, moved, dropped: as receipts count, where the first entry decides between
-    kept and moved. any_moves: whether there is anybody to ask what has moved.
+    kept and moved.
     """
 
-    def __init__(self, trace: HeldTrace, min_bytes: int, segments: Iterable[_Segment], any_moves: bool) -> None:
+    def __init__(self, trace: HeldTrace, min_bytes: int, segments: Iterable[_Segment], schedule: Schedule) -> None:
         self.saved: set[int] = set()
         self.kept: set[int] = set()
         self.moved: set[int] = set()
@@ -198,7 +198,8 @@ class _Books:
         self.d2h_bytes = 0
         self._sizes = trace.sizes_bytes
         self._min_bytes = min_bytes
-        self._held_by_segments = _Place.SHARED if any_moves else _Place.STAYS
+        self._any_moves = schedule.moves_anything
+        self._at_the_end = _needed_at_once(schedule)
         self._segment_of = {id(call): segment for segment in segments for call in segment.calls}
         self._in_cpu_memory: set[int] = set()
         self._staying: set[int] = set()  # known to be on the device, so that moving it would save nothing
@@ -229,22 +230,28 @@ class _Books:
             return
         self.dropped |= call.all_saved
         externals = [use.storage for use in call.arguments if use.tensor in segment.external]
-        self._hold(externals, segment, moves & {BOUNDARY, SAVED}, counted=id(call) in segment.dropping)
+        at_once = (call.stack, call.index) in self._at_the_end
+        place = _Place.STAYS if at_once else self._place_of(bool(moves & {BOUNDARY, SAVED}))
+        self._hold(externals, segment, place, counted=id(call) in segment.dropping)
         if segment.kernels:
             results = [storage for kernel in call.outermost(KERNEL) for storage in kernel.results]
-            self._hold(results, segment, moves & {ATTENTION})
+            self._hold(results, segment, self._place_of(ATTENTION in moves))
 
-    def _hold(self, storages: Iterable[int], segment: _Segment, moving: Collection[str], counted: bool = True) -> None:
+    def _place_of(self, moves: bool) -> _Place:
+        """Where a segment puts what it holds; with a schedule that moves nothing there is nobody to share with."""
+        return _Place.MOVES if moves else _Place.SHARED if self._any_moves else _Place.STAYS
+
+    def _hold(self, storages: Iterable[int], segment: _Segment, place: _Place, counted: bool = True) -> None:
         for storage in storages:
-            out = self._goes_out(storage, _Place.MOVES if moving else self._held_by_segments)
+            out = self._goes_out(storage, place)
             if not out:
                 segment.holds.add(storage)
             if counted:
                 self._count(storage, self.moved if out else self.kept)
 
     def _copy_for_nothing(self, call: ModuleCall, moves: frozenset[str]) -> None:
-        """Whether a call drops anything is known when it is over; then its arguments have been copied out."""
-        if moves & {BOUNDARY, SAVED}:
+        """Whether a block drops anything is known when it is over; then its arguments have been copied out."""
+        if call.kind == BLOCK and BOUNDARY in moves:
             for storage in {use.storage for use in call.arguments} - self._in_cpu_memory:
                 self.d2h_bytes += self._sizes[storage] if self._may_move(storage) else 0
 
@@ -266,6 +273,22 @@ class _Books:
     def _count(self, storage: int, book: set[int]) -> None:
         if storage not in self.kept and storage not in self.moved:
             book.add(storage)
+
+
+def _needed_at_once(schedule: Schedule) -> set[tuple[str, int]]:
+    """The blocks of the last segment, where its like move their arguments: backward wants these at once, so they stay
+    on the device, though they may have been copied for other blocks before."""
+    name, stack = list(schedule.stacks.items())[-1]
+    segment, treatment = stack.segments[-1], stack.treatments[-1]
+    alike = (
+        moves
+        for other in schedule.stacks.values()
+        for moves, word in zip(other.moves, other.treatments, strict=True)
+        if word == treatment
+    )
+    if segment is None or stack.moves[-1] or not any(BOUNDARY in moves for moves in alike):
+        return set()
+    return {(name, index) for index in stack.blocks_of(segment)}
 
 
 def _segments(trace: HeldTrace, schedule: Schedule) -> list[_Segment]:

@@ -40,7 +40,7 @@ class EntryPoint:
         self._lock = threading.Lock()
         self._watchers = 0
         self._original: Any = None
-        self._seen: Any = None  # what _watched was made of: compiled code is guarded on the callables, so they stay
+        self._seen: Any = None  # what _watched was made of
         self._watched: Any = None
 
     def install(self) -> None:

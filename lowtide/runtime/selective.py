@@ -31,7 +31,15 @@ from lowtide.runtime.comparison import mismatch
 from lowtide.runtime.context import RandomStates, read_random, write_random
 from lowtide.runtime.entry_points import EntryPoint, Kernel, Watching, unwatched
 from lowtide.runtime.flatten import Leaves, Structure, flatten, rebuild
-from lowtide.runtime.placeholder import PLAIN_TYPES, Packed, PlaceHolder, address_of, nobody, unpack
+from lowtide.runtime.kernel_arguments import (
+    as_autocast_would,
+    autocast_to,
+    draws_random,
+    is_plain,
+    storage_bytes,
+    tensors_among,
+)
+from lowtide.runtime.placeholder import Packed, PlaceHolder, address_of, nobody, unpack
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -43,7 +51,6 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 MOST_KEPT = 4
 """A kernel is recomputed where keeping it would take more than so many times the bytes of its outputs."""
 
-_DROPOUT = (4, "dropout_p")  # where torch's attention, and every kernel of diffusers' table, takes it
 _NO_KERNEL = "no attention kernel was called in it, so it is recomputed whole"
 _CHANGED = "its attention output is modified in place, so attention is recomputed"
 _OTHERS = "saved-tensor hooks inside it take what its attention kernel saves, so attention is recomputed"
@@ -257,19 +264,19 @@ class Recorder:
             self._log.note(_OTHERS)
             return unwatched(kernel, args, kwargs)
         if entry.autocasts:
-            args, kwargs = _as_autocast_would(args, kwargs)
-        arguments = _tensors(args, kwargs)
-        if not all(map(_is_plain, arguments)):
+            args, kwargs = as_autocast_would(args, kwargs)
+        arguments = tensors_among(args, kwargs)
+        if not all(map(is_plain, arguments)):
             self._note_kind(arguments)
             return unwatched(kernel, args, kwargs)
         saves = _Saves(self._call, self._segment, arguments, self._on_pack)
         try:
             with saved_tensors_hooks(saves.pack, unpack):
                 output = unwatched(kernel, args, kwargs)
+            calls[number] = self._recorded(saves, arguments, output, draws_random(args, kwargs))
         except BaseException:
             saves.drop()  # a block may try another kernel
             raise
-        calls[number] = self._recorded(saves, arguments, output, _draws(args, kwargs))
         return output
 
     def _is_ours(self) -> bool:
@@ -284,11 +291,11 @@ class Recorder:
             return None
         leaves = Leaves()
         structure = flatten(output, leaves, opaque=True)
-        if not leaves or not all(map(_is_plain, leaves)):
+        if not leaves or not all(map(is_plain, leaves)):
             self._note_kind(leaves)
             saves.drop()
             return None
-        extra_bytes = _storage_bytes([*saves.undecided_tensors(), *leaves])
+        extra_bytes = storage_bytes([*saves.undecided_tensors(), *leaves])
         if extra_bytes > MOST_KEPT * sum(tensor.nbytes for tensor in leaves):
             saves.drop()
             self._log.note(
@@ -309,7 +316,7 @@ class Recorder:
         return recorded
 
     def _note_kind(self, tensors: Sequence[torch.Tensor]) -> None:
-        kind = next((type(tensor).__name__ for tensor in tensors if not _is_plain(tensor)), None)
+        kind = next((type(tensor).__name__ for tensor in tensors if not is_plain(tensor)), None)
         what = f"takes or gives a {kind}" if kind is not None else "gives no tensor"
         self._log.note(f"its attention kernel {what}, so attention is recomputed")
 
@@ -359,15 +366,15 @@ class _Saves:
         return holder
 
     def _argument(self, tensor: torch.Tensor) -> int | None:
-        """The argument in whose storage a saved tensor lies: the one that begins nearest before it."""
-        if not _is_plain(tensor):
+        """The argument in whose storage a saved tensor lies; of several the one that begins where it does."""
+        if not is_plain(tensor):
             return None
-        key, found, nearest = tensor.untyped_storage()._cdata, None, 0
+        key, offset, found = tensor.untyped_storage()._cdata, tensor.storage_offset(), None
         for number, (storage, argument) in enumerate(self._arguments):
             if storage == key and argument.dtype == tensor.dtype:
-                distance = tensor.storage_offset() - argument.storage_offset()
-                if found is None or 0 <= distance < nearest or nearest < 0 <= distance:
-                    found, nearest = number, distance
+                if argument.storage_offset() == offset:
+                    return number
+                found = number
         return found
 
     def undecided_tensors(self) -> Iterable[torch.Tensor]:
@@ -381,11 +388,13 @@ class _Saves:
         self._release()
 
     def drop(self) -> None:
-        """Everything is recomputed."""
+        """Everything that is not kept yet is recomputed."""
         call, segment = self._call, self._segment
-        assert call is not None and segment is not None
+        if call is None or segment is None:
+            return
         for place, undecided in self._undecided:
-            assert undecided.tensor is not None
+            if undecided.tensor is None:
+                continue
             if self._on_pack is not None:
                 self._on_pack(undecided.tensor)
             call.places[place] = address_of(undecided.tensor), undecided.tensor._version
@@ -425,10 +434,10 @@ class Player:
         recorded = calls[number]
         if recorded is None or any(map(Kept.is_changed, recorded.outputs)):
             return unwatched(kernel, args, kwargs)
-        arguments = _tensors(args, kwargs)
+        arguments = tensors_among(args, kwargs)
         if entry.autocasts and len(arguments) == len(recorded.arguments):
             wanted = [was[1] for was in recorded.arguments]
-            arguments = [_autocast_to(tensor, dtype) for tensor, dtype in zip(arguments, wanted, strict=True)]
+            arguments = [autocast_to(tensor, dtype) for tensor, dtype in zip(arguments, wanted, strict=True)]
         strange = recorded.strange_argument(arguments)
         if strange is not None:
             raise mismatch(self._call, f"of attention call {number} {strange}")
@@ -444,56 +453,6 @@ class Player:
         return mismatch(
             self._call, f"it called attention {forward} times in forward and {self._number} times on recomputation"
         )
-
-
-def _as_autocast_would(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments cast before the kernel, so that what it saves is seen to be an argument.
-
-    Leaves that need a gradient are left to autocast, which casts them once for all their uses.
-    """
-    tensor = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
-    dtype = _autocast_dtype(tensor) if tensor is not None else None
-    if dtype is None:
-        return args, kwargs
-
-    def cast(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or (value.is_leaf and value.requires_grad):
-            return value
-        return _autocast_to(value, dtype)
-
-    return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
-
-
-def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
-    kind = tensor.device.type
-    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if on else None
-
-
-def _autocast_to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In ``dtype``, if that is what autocast would make of it; else as it is."""
-    if tensor.dtype == dtype or not tensor.is_floating_point() or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(dtype) if _autocast_dtype(tensor) == dtype else tensor
-
-
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    return [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided
-
-
-def _draws(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    place, name = _DROPOUT
-    value = args[place] if len(args) > place else kwargs.get(name, 0.0)
-    return isinstance(value, (int, float)) and value > 0
-
-
-def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
-    return sum(storages.values())
 
 
 def _told(fact: tuple[Any, ...]) -> str:

@@ -16,7 +16,7 @@ Rules, each the lesson of a project that got it wrong (docs/offload.md):
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ MAX_SIZES = 12
 _AHEAD_BYTES = 256 * 2**20  # where no block tells how much is read at a time
 _BATCH_BYTES = 64 * 2**20  # copies are started together until they are worth a start of their own
 _TIDY = 1024  # entries
+_NO_BLOCK = "a region"
 _STRIDED = torch.strided
 
 
@@ -161,14 +162,15 @@ class Ticket:
 class Waking(Weight):
     """Stands for a saved tensor that stays on the device; reading it wakes the store."""
 
-    __slots__ = ("store",)
+    __slots__ = ("before", "store")
 
     def __init__(self, tensor: torch.Tensor, store: "Store") -> None:
         super().__init__(tensor, store.block_name)
         self.store = store
+        self.before = store.newest()
 
     def take(self) -> torch.Tensor:
-        self.store.wake()
+        self.store.wake(self.before)
         return super().take()
 
 
@@ -205,13 +207,13 @@ class Store:
         self.model = weakref.ref(model) if model is not None else None
         self.counts = Counts()
         self.times: Times | None = None
-        self.block_name = "a region"
+        self.block_name = _NO_BLOCK
         self.on_first_read: Callable[[], None] | None = None
         self.read = False  # whether backward has begun
         self.in_flight_bytes = 0  # of sources that still wait for their copy
         self.ahead_bytes = 0  # brought back and not yet read
         self._most_in_flight, self._most_ahead = in_flight_bytes, prefetch_bytes
-        self._block: int | None = None
+        self._block: Hashable = None
         self._block_bytes = self._largest_block_bytes = 0
         self._weights: set[int] = set()
         self._links: dict[torch.device, Link] = {}
@@ -233,6 +235,7 @@ class Store:
         """A new step: count from zero, look at the weights again. timed: measure copies and waits in it."""
         self.counts = Counts()
         self.read = False
+        self._block_bytes = 0  # the block may be the same one as at the end of the last step
         self.times = Times() if timed else self.times
         for link in self._links.values():
             link.times = self.times if timed else None
@@ -245,10 +248,18 @@ class Store:
         model = self.model() if self.model is not None else None
         self._weights = set() if model is None else weight_keys(model)
 
-    def enter_block(self, number: int, name: str) -> None:
-        """What is packed from now on belongs to this block: the largest one's bytes bound what is in flight."""
+    def enter_block(self, number: Hashable, name: str) -> None:
+        """What is packed from now on belongs to this block: the largest one's bytes bound what is in flight.
+
+        number: of the block, or of what is brought back together with it.
+        """
+        self.block_name = name
         if number != self._block:
-            self._block, self._block_bytes, self.block_name = number, 0, name
+            self._block, self._block_bytes = number, 0
+
+    def leave_block(self) -> None:
+        """What is packed from now on belongs to no block."""
+        self._block, self.block_name = None, _NO_BLOCK
 
     # ------------------------------------------------------------------ saved-tensor hooks
 
@@ -284,11 +295,18 @@ class Store:
         """Saved-tensor hook of what runs last: it stays, and reading it tells that the rest is wanted soon."""
         return Waking(tensor, self)
 
-    def wake(self) -> None:
-        """Backward is at what was packed last: bring back what comes next."""
+    def newest(self) -> "weakref.ref[Entry] | None":
+        """What was packed last."""
+        return self._order[-1] if self._order else None
+
+    def wake(self, before: "weakref.ref[Entry] | None") -> None:
+        """Backward is at what was packed after ``before``: bring back from there, not another graph's."""
+        entry = before() if before is not None else None
+        if entry is None or self.read:
+            return
         with self.lock:
-            if self._next < 0 and not self.read:
-                self._next = len(self._order)
+            if self._next < 0:
+                self._next = entry.index + 1
                 self._prefetch()
 
     def stays(self, tensor: torch.Tensor) -> None:
@@ -376,8 +394,9 @@ class Store:
         moved_bytes = sum(entry.size for entry in entries)
         self.counts.d2h_bytes += moved_bytes
         self.in_flight_bytes += moved_bytes
-        self._block_bytes += moved_bytes
-        self._largest_block_bytes = max(self._largest_block_bytes, self._block_bytes)
+        if self._block is not None:
+            self._block_bytes += moved_bytes
+            self._largest_block_bytes = max(self._largest_block_bytes, self._block_bytes)
         if copied.event is None:  # the host has copied already
             self.settle()
 
@@ -388,7 +407,7 @@ class Store:
     def _bound_in_flight(self) -> None:
         most = self._most_in_flight
         if most is None:
-            most = self._largest_block_bytes if self._block is not None else _AHEAD_BYTES
+            most = self._largest_block_bytes or _AHEAD_BYTES
         self._let_go_down_to(most)
 
     def settle(self) -> None:
@@ -488,7 +507,7 @@ class Store:
         """Bring back what was packed before, as far as the bound allows."""
         most = self._most_ahead
         if most is None:
-            most = self._largest_block_bytes if self._block is not None else _AHEAD_BYTES
+            most = self._largest_block_bytes or _AHEAD_BYTES
         wanted: list[Entry] = []
         ahead_bytes = self.ahead_bytes
         while self._next > 0:

@@ -67,7 +67,8 @@ class Tracer:
             return self._keep_opaque(unit, str(error), original, module, args, kwargs)
         self.ledger.begin_call(unit.record, leaves)
         if self.store is not None:
-            self.store.enter_block(unit.record.number, unit.record.name)
+            together = (unit.group, unit.number) if unit.treatment in IN_SEGMENTS else unit.record.number
+            self.store.enter_block(together, unit.record.name)
         segment = self._segment_for(unit, leaves, args, kwargs)
         call = Call(unit.record.name, functools.partial(original, module), (module,))
         call.on_replay = unit.record.count_replay if unit.counts else unit.record.note_replay
@@ -130,7 +131,7 @@ class Tracer:
             return self.store.pack_here
         if unit.moves.isdisjoint({BOUNDARY, SAVED}):
             return self.store.hold
-        return self.store.move_later if unit.treatment == FFN else self.store.move
+        return self.store.move_later
 
     def _kernel_log(self, unit: Unit) -> KernelLog:
         store = self.store
@@ -157,7 +158,8 @@ class Tracer:
         kwargs: dict[str, Any],
         leaves: list[torch.Tensor],
     ) -> Any:
-        if unit.treatment != FFN:  # a whole block takes its time: what it was given can be copied meanwhile
+        # A whole block takes its time: what it was given can be copied meanwhile, if it is to be held.
+        if unit.treatment != FFN and any(leaf.requires_grad for leaf in leaves):
             store.flush()
         try:
             output = self._record(unit, segment, call, args, kwargs, leaves)

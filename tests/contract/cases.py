@@ -72,7 +72,7 @@ def _trainable(row: Family, training: str) -> nn.Module:
     return _with_lora(model, row) if training == "lora" else model
 
 
-def _with_lora(model: nn.Module, row: Family) -> nn.Module:
+def _with_lora(model: Any, row: Family) -> nn.Module:
     """LoRA on the projections of every softmax attention; adapters start away from zero, so that gradients do too."""
     names = [
         f"{block_name}.{name}"

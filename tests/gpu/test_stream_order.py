@@ -192,7 +192,7 @@ def test_values_are_right_and_without_the_ordering_wrong(ordering: str, monkeypa
 
 def test_every_ordering_has_its_adversary() -> None:
     orderings = {name for name in vars(HostLink) if name.startswith(("source_", "buffer_", "target_"))}
-    assert orderings == ADVERSARIES.keys()
+    assert orderings - {"target_is_read"} == ADVERSARIES.keys()  # that one's adversary is the last test
 
 
 # ------------------------------------------------------------------ readers on other streams

@@ -1,5 +1,7 @@
 """Bytes held by a schedule, on traces made by hand. Storage n has 2**n bytes, so a sum names its parts."""
 
+from collections.abc import Collection
+
 import pytest
 
 from lowtide.plan.held import ATTENTION_SIDE, FEED_FORWARD, KERNEL, HeldTrace, ModuleCall, TensorUse, predict
@@ -35,10 +37,10 @@ def _chain_of_blocks(depth: int, side: TensorUse | None = None, dead: frozenset[
     return _trace(calls, glue={GLUE}, dead=dead)
 
 
-def _trace(calls, glue=frozenset(), dead=frozenset()) -> HeldTrace:
+def _trace(calls, glue: Collection[int] = (), dead: Collection[int] = ()) -> HeldTrace:
     everything = {number: 2**number for number in range(1, 60)}
     saved = frozenset(glue).union(*(call.all_saved for call in calls))
-    return HeldTrace(tuple(calls), frozenset(glue), saved - dead, everything)
+    return HeldTrace(tuple(calls), frozenset(glue), saved - set(dead), everything)
 
 
 def _sum(*storages: int) -> int:
@@ -263,6 +265,21 @@ def test_the_arguments_of_a_block_that_drops_nothing_are_copied_for_nothing():
     held = _predict(_trace(calls), whole_blocks(2).moving({BOUNDARY}))
     assert held.cpu_bytes == _sum(11) and held.d2h_bytes == _sum(10, 11)
     assert held.kept_bytes == held.held_bytes == 0
+
+
+def test_a_feed_forward_side_that_drops_nothing_copies_nothing():
+    inner = (_module("up", 0, 20, 21, {20, 21}), _module("down", 1, 25, 26, {WEIGHT}))
+    held = _predict(_trace([_block(0, [_tensor(10)], [_tensor(11)], {10}, inner)]), mixed(["ffn+boundary"]))
+    assert held.d2h_bytes == held.cpu_bytes == _sum(20)
+
+
+def test_what_the_last_segment_is_given_is_on_the_device_though_it_was_copied_for_others():
+    trace = _chain_of_blocks(3, side=_tensor(TEXT))
+    words = ["whole+boundary", "whole+boundary", "whole"]
+    held = _predict(trace, mixed(words))
+    assert held.d2h_bytes == held.cpu_bytes == _sum(TEXT, 10, 11)
+    assert held.kept_bytes == _sum(12)
+    assert held.held_bytes == _sum(GLUE, TEXT, 12)
 
 
 def test_what_the_graph_saves_as_well_is_on_the_device_though_it_was_copied():

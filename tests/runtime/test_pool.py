@@ -3,6 +3,7 @@
 import random
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -292,12 +293,15 @@ def test_a_busy_buffer_is_waited_for_before_it_is_freed(how: str) -> None:
         where.close()
         assert busy.waits == 0
     where.give(buffer)
+    memory = weakref.ref(buffer)
+    del buffer
     if how == "trim":
         where.trim()
     elif how == "close":
         where.close()
     elif how == "make room":
         where.take(64 * MIB)
+    assert memory() is None
     assert busy.waits == 1
     assert where.buffers == (other is not None) + (how == "make room")
 

@@ -701,6 +701,7 @@ def test_bounds_follow_the_block_that_moves_most_and_do_not_creep(late: LateLink
             hidden = _sins(x, 3)
             store.flush()
         held = store.in_flight_bytes
+        assert store._largest_block_bytes == 512
         hidden.sum().backward()
         del hidden
     store.begin_step(timed=False)
