@@ -5,6 +5,7 @@ at their size, registered once, and kept.
 """
 
 import mmap
+import os
 import threading
 import warnings
 import weakref
@@ -154,7 +155,7 @@ class Pool:
             return None
         memory = self._memory()
         if memory is not None:
-            allowed = int(SHARE_OF_MACHINE * memory.limit_bytes)
+            allowed = int(SHARE_OF_MACHINE * memory.limit_bytes) // _processes_here()
             if self.pinned_bytes + size > allowed or size > _SHARE_OF_FREE * memory.available_bytes:
                 return self._fall_back(
                     f"{format_bytes(self.pinned_bytes)} are pinned; {format_bytes(allowed)} is the most it takes of "
@@ -197,6 +198,12 @@ class Pool:
             self._count[buffer.size] -= 1
             if not self._count[buffer.size]:
                 del self._count[buffer.size]
+
+
+def _processes_here() -> int:
+    """How many training processes share this machine's memory, as torchrun and accelerate tell each of them."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(told)) if told.isdigit() else 1
 
 
 def pinner(device: torch.device) -> Callable[[int], torch.Tensor | None]:

@@ -16,7 +16,7 @@ Rules, each the lesson of a project that got it wrong (docs/offload.md):
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,12 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.errors import ConfigError, ReplayError
+from lowtide.runtime.entry import Copied, Entry, Ticket, Waking
 from lowtide.runtime.link import Lane, Link, Times, link_to, simulated
 from lowtide.runtime.placeholder import Weight, version_of
-from lowtide.runtime.pool import Buffer, Pool, pinner
+from lowtide.runtime.pool import Pool, pinner
 from lowtide.runtime.receipt import Copies
+from lowtide.runtime.weights import is_activation, weight_keys
 
 MIN_BYTES = 2**20
 MAX_SIZES = 12
@@ -41,137 +43,6 @@ _STRIDED = torch.strided
 
 alive: "weakref.WeakSet[Store]" = weakref.WeakSet()
 """Every store of the process, for those who count its memory."""
-
-
-class Copied:
-    """One batch of copies of a lane. Gives its event back when nobody means it any more.
-
-    number: of the batch; who waited for a later one of the same lane need not wait for this one.
-    """
-
-    __slots__ = ("event", "lane", "number")
-
-    def __init__(self, lane: Lane | None, event: Any, number: int) -> None:
-        self.lane = lane
-        self.event = event
-        self.number = number
-
-    def __del__(self) -> None:
-        if self.lane is not None:
-            self.lane.give_back(self.event)
-
-
-class Entry:
-    """One storage that waits in CPU memory; owned by the tickets of its saved views."""
-
-    __slots__ = (
-        "__weakref__",
-        "alias",
-        "buffer",
-        "copied",
-        "device",
-        "index",
-        "key",
-        "link",
-        "name",
-        "returned",
-        "size",
-        "source",
-        "spoiled",
-        "store",
-        "stream",
-        "target",
-        "tickets",
-        "unread",
-        "version",
-        "views",
-    )
-
-    def __init__(self, store: "Store", tensor: torch.Tensor, storage: torch.UntypedStorage, size: int) -> None:
-        self.store = store
-        self.copied: Copied | None = None
-        self.buffer: Buffer | None = None
-        self.source: torch.Tensor | None = tensor.detach()
-        self.version = version_of(tensor)
-        self.alias = StorageWeakRef(storage)
-        self.key = storage._cdata
-        self.size = size
-        self.device = tensor.device
-        self.returned: Copied | None = None
-        self.target: torch.Tensor | None = None
-        self.stream: torch.Stream | None = None  # whose memory the target is
-        self.views: list[weakref.ref[torch.Tensor]] = []
-        self.tickets = self.unread = 0
-        self.index = -1
-        self.spoiled = False
-        self.name = store.block_name
-
-    def is_of(self, tensor: torch.Tensor) -> bool:
-        return not self.alias.expired() and self.version == version_of(tensor)
-
-    def wait_for_return(self) -> None:
-        """Whoever reads what was brought back, reads it after its copy."""
-        if self.returned is not None:
-            self.link.target_is_ready(self.returned.event)
-
-    def drop_source(self) -> None:
-        """Rule 3: after the computation has waited for the copy. What it does next may use the memory."""
-        source, self.source = self.source, None
-        if source is not None:
-            self.spoiled |= version_of(source) != self.version
-            self.store.in_flight_bytes -= self.size
-
-    def __del__(self) -> None:
-        store = self.store
-        if self.copied is None:
-            if self.buffer is not None:  # memory ran out before its copy began
-                store.pool.give(self.buffer)
-            return
-        with store.lock:
-            if self.source is not None:
-                self.link.source_may_go(self.copied.event)
-                self.drop_source()
-            if self.target is not None and self.unread == self.tickets:
-                store.ahead_bytes -= self.size
-                if self.returned is not None:
-                    self.link.target_may_go(self.returned.event, self.stream)
-            if self.buffer is not None:
-                self.buffer.busy = (self.returned or self.copied).event
-                store.pool.give(self.buffer)
-
-
-class Ticket:
-    """Stands in the graph for one saved tensor, a view of an entry's storage."""
-
-    __slots__ = ("dtype", "entry", "offset", "shape", "stride")
-    moved = True
-
-    def __init__(self, entry: Entry, tensor: torch.Tensor) -> None:
-        self.entry = entry
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
-        self.offset = tensor.storage_offset()
-        self.dtype = tensor.dtype
-        entry.tickets += 1
-        entry.unread += 1
-
-    def take(self) -> torch.Tensor:
-        return self.entry.store.get(self)
-
-
-class Waking(Weight):
-    """Stands for a saved tensor that stays on the device; reading it wakes the store."""
-
-    __slots__ = ("before", "store")
-
-    def __init__(self, tensor: torch.Tensor, store: "Store") -> None:
-        super().__init__(tensor, store.block_name)
-        self.store = store
-        self.before = store.newest()
-
-    def take(self) -> torch.Tensor:
-        self.store.wake(self.before)
-        return super().take()
 
 
 @dataclass
@@ -334,7 +205,7 @@ class Store:
                 if entry.index != len(self._order) - 1:
                     self._put_last(entry)
                 return entry
-            if not admit or key in self._weights or self._holds(key) or not _is_activation(tensor):
+            if not admit or key in self._weights or self._holds(key) or not is_activation(tensor):
                 return None
             return self._admit(Entry(self, tensor, storage, size), postponed)
 
@@ -576,43 +447,6 @@ def accelerator_or_simulated() -> torch.device:
             "or try it out inside `lowtide.testing.cpu_offload()`."
         )
     return device
-
-
-def weight_keys(model: nn.Module) -> set[int]:
-    """Storages of a model's parameters and buffers."""
-    return {tensor.untyped_storage()._cdata for tensor in _weights_of(model) if tensor.layout is _STRIDED}
-
-
-def _weights_of(model: nn.Module) -> Iterable[torch.Tensor]:
-    for module in model.modules():
-        state = module.__dict__
-        for tensor in (*state["_parameters"].values(), *state["_buffers"].values()):
-            if tensor is not None and type(tensor) in (torch.Tensor, nn.Parameter):
-                yield tensor
-
-
-def _is_activation(tensor: torch.Tensor) -> bool:
-    """Rule 2: no weight, seen from the tensor alone; and plain bytes."""
-    if tensor.is_leaf and tensor.requires_grad:  # whoever wants its gradient holds it
-        return False
-    base = tensor._base
-    if base is not None:
-        if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):
-            return False
-        transposed = tensor.dim() == 2 and tensor.stride(0) == 1 and tensor.stride(1) > 1
-        if transposed and not tensor.requires_grad:  # a linear layer's weight, dequantised or cast for this call
-            return False
-    if _casts_a_weight((tensor if base is None else base).grad_fn):
-        return False
-    odd = tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor() or tensor.is_nested or tensor.is_quantized
-    return not odd
-
-
-def _casts_a_weight(maker: Any) -> bool:
-    """Whether autograd's node is autocast's copy of a weight that is trained."""
-    if maker is None or maker.name() != "ToCopyBackward0":
-        return False
-    return isinstance(getattr(maker.next_functions[0][0], "variable", None), nn.Parameter)
 
 
 def _batches_of(entries: list[Entry]) -> Iterator[list[Entry]]:

@@ -212,6 +212,14 @@ def test_it_pins_at_most_a_share_of_the_machine() -> None:
     assert where.statistics()["fallbacks"] == 3
 
 
+def test_processes_of_one_machine_share_what_may_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    where = pool(memory=lambda: HostMemory(10 * MIB, 10 * MIB))
+    assert where.take(2 * MIB).pinned
+    with pytest.warns(UserWarning, match=r"2\.00 MiB is the most"):
+        assert not where.take(MIB).pinned
+
+
 def test_it_pins_only_what_is_free() -> None:
     free = [4 * MIB]
     where = pool(memory=lambda: HostMemory(100 * MIB, free[0]))
