@@ -10,10 +10,10 @@ from torch import nn
 from lowtide import families
 from lowtide.attention_backend import entry_points, providers
 from lowtide.controls import CheckpointConfig
-from lowtide.errors import ConfigError
+from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.families.row import Stack
 from lowtide.inert import inert
-from lowtide.plan.schedule import Schedule
+from lowtide.plan.schedule import ATTENTION, FFN, SELECTIVE, Schedule
 from lowtide.runtime.ledger import BlockRecord, Ledger
 from lowtide.runtime.receipt import BlockReceipt, Copies, Note, Receipt
 from lowtide.runtime.resolve import ResolvedStack, child, resolve
@@ -161,6 +161,8 @@ def attach(
     if unknown:
         CheckpointConfig(**unknown)  # raises the error that names the nearest key
         raise ConfigError(f"attach() does not take {', '.join(unknown)}")
+    if schedule is not None and not isinstance(schedule, Schedule):
+        raise ConfigError(f"schedule must be a lowtide.plan.schedule.Schedule, not {type(schedule).__name__}")
     _check_own_switch(model)
     root, rows = _rows_for(model, family)
     stacks = resolve(root, rows)
@@ -256,3 +258,9 @@ def _check_schedule(schedule: Schedule, stacks: list[ResolvedStack]) -> None:
     given = {name: stack.depth for name, stack in schedule.stacks.items()}
     if given != depths:
         raise ConfigError(f"the schedule is for stacks {given}, but this model has {depths}")
+    treatments = {treatment for plan in schedule.stacks.values() for treatment in plan.treatments}
+    moves = {move for plan in schedule.stacks.values() for of_block in plan.moves for move in of_block}
+    if FFN in treatments and not any(stack.has_feed_forward for stack in stacks):
+        raise UnsupportedError("the schedule recomputes feed-forward sides, and no block of this model has one")
+    if (SELECTIVE in treatments or ATTENTION in moves) and not any(stack.has_attention for stack in stacks):
+        raise UnsupportedError("the schedule speaks of attention, and no block of this model has softmax attention")

@@ -21,8 +21,13 @@ def inert(config: CheckpointConfig, blocks: Sequence[BlockReceipt], copies: Copi
         yield Note("backend", "nothing was recomputed in this step: no backward yet, or no block needed a gradient")
     if config.offload_attention and set(treatments.values()) == {WHOLE}:
         yield Note("offload_attention", "attention is recomputed")
-    elif config.moves and not copies.d2h_bytes and any(block.kept_bytes for block in blocks):
-        option = "offload_attention" if config.offload_attention else "backend"
+    elif config.offload_attention and config.backend == "unsloth-selective":
+        yield Note("offload_attention", "the outputs of the attention kernels wait in CPU memory already")
+    elif not copies.d2h_bytes and any(block.kept_bytes for block in blocks):
+        moving = any(block.treatment.endswith("+offload") for block in blocks)
+        if not config.moves and not moving:
+            return
+        option = "offload_attention" if config.offload_attention else "backend" if config.moves else "schedule"
         yield Note(option, _why_nothing_moved(config, blocks))
 
 

@@ -2,11 +2,15 @@
 
 import functools
 import weakref
+from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lowtide.errors import ConfigError
+from lowtide.keys import Size, WholeNumber
 from lowtide.runtime.link import simulated
 from lowtide.runtime.placeholder import unpack
 from lowtide.runtime.receipt import Copies
@@ -48,7 +52,7 @@ class OffloadedRegion:
 def offload_activations(
     model: nn.Module | None = None,
     *,
-    offload_min_bytes: int = MIN_BYTES,
+    offload_min_bytes: int | str = MIN_BYTES,
     offload_pin_memory_max_buckets: int = MAX_SIZES,
 ) -> OffloadedRegion:
     """A context manager: what autograd saves inside it waits in CPU memory until backward.
@@ -57,14 +61,30 @@ def offload_activations(
     The pool of CPU buffers is kept for the next call with the same arguments. Raises ConfigError without an
     accelerator. Works like torch.autograd.graph.save_on_cpu, beside the computation.
     """
+    if model is not None and not isinstance(model, nn.Module):
+        raise ConfigError(f"offload_activations takes the model itself, an nn.Module, or nothing; got {model!r}")
+    min_bytes = size(offload_min_bytes, "offload_min_bytes")
+    max_buckets = _named("offload_pin_memory_max_buckets", WholeNumber(0), offload_pin_memory_max_buckets)
     accelerator_or_simulated()
-    settings = (offload_min_bytes, offload_pin_memory_max_buckets, simulated.get())
+    settings = (min_bytes, max_buckets, simulated.get())
     if model is None:
         return OffloadedRegion(shared_store(*settings))
     stores = _of_models.setdefault(model, {})
     if settings not in stores:
-        stores[settings] = Store(model, min_bytes=offload_min_bytes, max_sizes=offload_pin_memory_max_buckets)
+        stores[settings] = Store(model, min_bytes=min_bytes, max_sizes=max_buckets)
     return OffloadedRegion(stores[settings])
+
+
+def size(value: int | str, name: str) -> int:
+    """Bytes of a size that a keyword argument gives. ConfigError for anything else, by that argument's name."""
+    return _named(name, Size(), value)
+
+
+def _named(name: str, validate: Callable[[Any], int], value: Any) -> int:
+    try:
+        return validate(value)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
 
 
 @functools.cache

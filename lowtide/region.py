@@ -14,10 +14,11 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from lowtide.attention_backend import has_own_state, providers
 from lowtide.errors import ConfigError
-from lowtide.offload import shared_store
+from lowtide.offload import shared_store, size
 from lowtide.runtime.context import Context, accelerator, default_generators
 from lowtide.runtime.flatten import flatten_call, is_filled
 from lowtide.runtime.link import simulated
+from lowtide.runtime.placeholder import packs_outside
 from lowtide.runtime.segment import Call, Nesting, Segment
 from lowtide.runtime.store import MAX_SIZES, MIN_BYTES
 
@@ -34,7 +35,7 @@ def checkpoint(
     determinism_check: str = "default",
     debug: bool = False,
     early_stop: bool = True,
-    offload_min_bytes: int = MIN_BYTES,
+    offload_min_bytes: int | str = MIN_BYTES,
     **kwargs: Any,
 ) -> Any:
     """``function(*args, **kwargs)``, whose saved tensors are dropped and recomputed in backward.
@@ -63,9 +64,13 @@ def checkpoint(
             offload_min_bytes=offload_min_bytes,
             **kwargs,
         )
-    store = shared_store(offload_min_bytes, MAX_SIZES, simulated.get()) if backend == "unsloth" else None
     if not torch.is_grad_enabled() or not _saved_tensors_hooks_is_enabled():
         return function(*args, **kwargs)
+    store = None
+    if backend == "unsloth":
+        store = shared_store(size(offload_min_bytes, "offload_min_bytes"), MAX_SIZES, simulated.get())
+        if packs_outside() is not None:  # rule 23: whoever is outside packs the arguments
+            store = None
     forward_context, replay_context = context_fn() if context_fn is not None else (None, None)
     arguments, leaves = flatten_call((function, *args), kwargs, opaque=True)
     context, kind, nesting = _surroundings(has_own_state())

@@ -22,18 +22,24 @@ def families(json: AsJson = False) -> None:
     else:
         show(
             _table(rows),
-            f"\nall: {', '.join(BACKENDS)}.",
+            f"\nBackends: {', '.join(BACKENDS)}; all where the table names none.",
             "Any other model works too: `lowtide inspect MODEL_DIR` shows the block stacks found in it.",
         )
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("family", "name", "blocks", "backends", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("size", justify="right")
+    """Backends have a column only where some family cannot run all of them."""
+    all_run_all = all(set(row["scopes"]) == set(BACKENDS) for row in rows)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("family", no_wrap=True)
+    table.add_column("name", max_width=16)
+    table.add_column("blocks", overflow="fold")
+    table.add_column("size", justify="right", no_wrap=True)
+    if not all_run_all:
+        table.add_column("backends")
     for row in rows:
-        table.add_row(
-            row["key"], row["title"], _stacks(row), _backends(row["scopes"]), count_in_words(row["parameters"])
-        )
+        cells = [row["key"], row["title"], _stacks(row), count_in_words(row["parameters"])]
+        table.add_row(*cells, *([] if all_run_all else [_backends(row["scopes"])]))
     return table
 
 

@@ -1,7 +1,8 @@
 """Flux.1 (dev; schnell is the same without guidance)."""
 
 from lowtide.families.inputs import full, grid, rand, randn, several, when, zeros
-from lowtide.families.row import Build, Family, Stack
+from lowtide.families.joint_streams import DOUBLE, SINGLE
+from lowtide.families.row import Build, Family
 
 _LET = {"h": "H//16", "w": "W//16", "S": "h*w"}
 _INPUTS = {
@@ -20,22 +21,7 @@ ROWS = (
         title="Flux.1",
         aliases=("flux", "FLUX.1-dev", "FLUX.1-schnell"),
         class_path="diffusers.FluxTransformer2DModel",
-        stacks=(
-            Stack(
-                name="transformer_blocks",
-                blocks=("transformer_blocks.*",),
-                feed_forward=(("ff",), ("ff_context",)),
-                attention=("attn",),
-                attention_norms=("norm1", "norm1_context"),
-            ),
-            Stack(
-                name="single_transformer_blocks",
-                blocks=("single_transformer_blocks.*",),
-                feed_forward=(("proj_mlp", "act_mlp", "proj_out"),),
-                attention=("attn",),
-                attention_norms=("norm",),
-            ),
-        ),
+        stacks=(DOUBLE, SINGLE),
         tiny=Build(
             config={
                 "patch_size": 1,

@@ -44,9 +44,35 @@ def mask(*shape: Size, lengths: tuple[Size, ...], dtype: str = "int64") -> Node:
     return {"gen": "mask", "shape": list(shape), "dtype": dtype, "lengths": list(lengths)}
 
 
-def grid(*axes: Size) -> Node:
-    """Every position of a grid, float32, [product of axes, number of axes]: the ids of rotary embeddings."""
-    return {"gen": "grid", "axes": list(axes), "dtype": "float32"}
+def grid(
+    *axes: Size,
+    dtype: str = "float32",
+    scale: tuple[float, ...] = (),
+    offset: tuple[float, ...] = (),
+    batch: Size | None = None,
+) -> Node:
+    """Every position of a grid, [product of axes, number of axes]: the ids of rotary embeddings.
+
+    scale, offset: per axis; a position becomes position * scale + offset. batch: the grid that many times, in front.
+    """
+    node: Node = {"gen": "grid", "axes": list(axes), "dtype": dtype}
+    given = {"scale": list(scale), "offset": list(offset), "batch": batch}
+    return node | {name: value for name, value in given.items() if value}
+
+
+def count(*shape: Size, start: Size = 0) -> Node:
+    """start, start + 1, ... along the last dimension, the same in every row, int64."""
+    return {"gen": "count", "shape": list(shape), "dtype": "int64", "start": start}
+
+
+def per_row(*values: Size) -> Node:
+    """[B], int64: a value a row; rows beyond the list take its last value."""
+    return {"gen": "per_row", "shape": ["B"], "dtype": "int64", "values": list(values)}
+
+
+def joined(*items: Node, dim: int) -> Node:
+    """Tensors, concatenated."""
+    return {"cat": list(items), "dim": dim}
 
 
 def size(expression: Size) -> Node:

@@ -26,7 +26,7 @@ def trace_held(model: nn.Module, stacks: Sequence[ResolvedStack], inputs: Mappin
     """One forward of an un-attached model with gradients on; no backward.
 
     On the meta device it takes no memory, and attention counts as a fused kernel holds it (``fused_attention``). Raises
-    ConfigError where a model's forward reads values (Lumina2), so that it cannot run there.
+    ConfigError where a model's forward cannot run there, because it reads values (Lumina2), say.
     """
     tracer = _Tracer(model, stacks)
     with ExitStack() as watched, torch.enable_grad():
@@ -69,12 +69,13 @@ def fused_attention(
 def _forward(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     try:
         return model(**inputs)
-    except NotImplementedError as error:
+    except RuntimeError as error:
         if not any(parameter.is_meta for parameter in model.parameters()):
             raise
         raise ConfigError(
-            f"the forward of {type(model).__name__} reads values of its inputs, so it cannot be traced on the meta "
-            "device. Trace its tiny configuration on the CPU instead"
+            f"the forward of {type(model).__name__} cannot run on the meta device: it reads values of its inputs, or "
+            f"asks for what that device lacks ({str(error).partition('. ')[0]}). Trace its tiny configuration on the "
+            "CPU instead"
         ) from error
 
 

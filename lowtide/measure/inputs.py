@@ -106,6 +106,8 @@ class _Decoder:
         match node:
             case {"gen": kind}:
                 return self._tensor(kind, node)
+            case {"cat": items, "dim": dim}:
+                return torch.cat([self.decode(item) for item in items], dim)
             case {"expr": expression}:
                 return self._size(expression)
             case {"tuple": items}:
@@ -128,7 +130,7 @@ class _Decoder:
     def _tensor(self, kind: str, node: Mapping[str, Any]) -> torch.Tensor:
         dtype = self.dtype if node["dtype"] == "compute" else getattr(torch, node["dtype"])
         if kind == "grid":
-            return self._grid(node["axes"]).to(self.device, dtype)
+            return self._grid(node).to(self.device, dtype)
         shape = [self._size(size) for size in node["shape"]]
         return self._filled(kind, node, shape).to(self.device, dtype)
 
@@ -146,12 +148,26 @@ class _Decoder:
                 return torch.full(shape, node["value"])
             case "mask":
                 return self._mask(shape, node["lengths"])
-        raise ConfigError(f"unknown kind of input {kind!r}; known: randn, rand, randint, full, mask, grid")
+            case "per_row":
+                return self._per_row(shape[0], node["values"])
+            case "count":
+                return (torch.arange(shape[-1]) + self._size(node["start"])).expand(shape).contiguous()
+        raise ConfigError(
+            f"unknown kind of input {kind!r}; known: randn, rand, randint, full, mask, per_row, count, grid"
+        )
 
-    def _grid(self, axes: list[int | str]) -> torch.Tensor:
-        return torch.cartesian_prod(*(torch.arange(self._size(axis)) for axis in axes)).view(-1, len(axes))
+    def _grid(self, node: Mapping[str, Any]) -> torch.Tensor:
+        axes = node["axes"]
+        grid = torch.cartesian_prod(*(torch.arange(self._size(axis)) for axis in axes)).view(-1, len(axes))
+        if "scale" in node:
+            grid = grid * torch.tensor(node["scale"])
+        if "offset" in node:
+            grid = grid + torch.tensor(node["offset"])
+        return grid.repeat(self._size(node["batch"]), 1, 1) if "batch" in node else grid
 
     def _mask(self, shape: list[int], lengths: list[int | str]) -> torch.Tensor:
         rows, columns = shape
-        row_lengths = torch.tensor([self._size(lengths[min(row, len(lengths) - 1)]) for row in range(rows)])
-        return torch.arange(columns)[None] < row_lengths[:, None]
+        return torch.arange(columns)[None] < self._per_row(rows, lengths)[:, None]
+
+    def _per_row(self, rows: int, values: list[int | str]) -> torch.Tensor:
+        return torch.tensor([self._size(values[min(row, len(values) - 1)]) for row in range(rows)])

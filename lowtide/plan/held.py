@@ -102,7 +102,7 @@ class Held:
     schedule. kept_bytes, cpu_bytes, recomputed_bytes: of the blocks, as receipts count them: what blocks saved and
     segments hold on the device; what waits in CPU memory instead; what was dropped and is neither. They count at the
     call, so a branch that dies unused is in them. d2h_bytes: what is copied out to CPU memory; more than cpu_bytes
-    where it was copied for nothing, or is on the device as well for a block of which nothing moves.
+    where a block of which nothing moves held it on the device first.
     segments: names of the calls that are recomputed together; feed-forward modules by their own names.
     """
 
@@ -226,7 +226,6 @@ class _Books:
 
     def _enter_recomputed(self, call: ModuleCall, segment: _Segment, moves: frozenset[str]) -> None:
         if not segment.dropping:
-            self._copy_for_nothing(call, moves)
             return
         self.dropped |= call.all_saved
         externals = [use.storage for use in call.arguments if use.tensor in segment.external]
@@ -248,12 +247,6 @@ class _Books:
                 segment.holds.add(storage)
             if counted:
                 self._count(storage, self.moved if out else self.kept)
-
-    def _copy_for_nothing(self, call: ModuleCall, moves: frozenset[str]) -> None:
-        """Whether a block drops anything is known when it is over; then its arguments have been copied out."""
-        if call.kind == BLOCK and BOUNDARY in moves:
-            for storage in {use.storage for use in call.arguments} - self._in_cpu_memory:
-                self.d2h_bytes += self._sizes[storage] if self._may_move(storage) else 0
 
     def _goes_out(self, storage: int, place: _Place) -> bool:
         """Whether a storage that is saved waits in CPU memory, by now or before."""

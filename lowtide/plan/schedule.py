@@ -1,7 +1,10 @@
 """From (depth, scope, interval, stride) to a treatment for every block. Pure functions."""
 
+import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+from lowtide.errors import ConfigError
 
 KEPT, WHOLE, FFN, SELECTIVE = "kept", "whole", "ffn", "selective"
 TREATMENTS = (KEPT, WHOLE, FFN, SELECTIVE)
@@ -61,10 +64,18 @@ class StackSchedule:
     def count(self, treatment: str) -> int:
         return self.treatments.count(treatment)
 
-    def moving(self, what: Iterable[str], blocks: Iterable[int] | None = None) -> "StackSchedule":
+    def moving(self, what: str | Iterable[str], blocks: Iterable[int] | None = None) -> "StackSchedule":
         """The same, with ``what`` waiting in CPU memory as far as each block's treatment allows. blocks: None: all."""
         chosen = set(range(self.depth) if blocks is None else blocks)
-        wanted = frozenset(what)
+        if strange := sorted(chosen - set(range(self.depth))):
+            raise ConfigError(
+                f"block {strange[0]} is not one of the {self.depth} blocks of this stack (0 is the first)"
+            )
+        wanted = frozenset((what,) if isinstance(what, str) else what)
+        for word in wanted - {BOUNDARY, ATTENTION, SAVED}:
+            raise ConfigError(
+                f"{word!r} is nothing that can wait in CPU memory; {_near(word, (BOUNDARY, ATTENTION, SAVED))}"
+            )
         moves = tuple(
             moves | (wanted & MOVES[treatment]) if index in chosen else moves
             for index, (treatment, moves) in enumerate(zip(self.treatments, self.moves, strict=True))
@@ -84,6 +95,17 @@ class Schedule:
     in_flight_bytes: int | None = None
     prefetch_bytes: int | None = None
 
+    def __post_init__(self) -> None:
+        for name, stack in self.stacks.items():
+            if not isinstance(stack, StackSchedule):
+                raise ConfigError(
+                    f"the schedule of stack {name!r} must be a StackSchedule (see `mixed`), not {stack!r}"
+                )
+        for name in ("in_flight_bytes", "prefetch_bytes"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+                raise ConfigError(f"{name}: {value!r} is not allowed; allowed: a number of bytes, 0 or more, or None")
+
     @property
     def moves_anything(self) -> bool:
         return any(moves for stack in self.stacks.values() for moves in stack.moves)
@@ -94,9 +116,25 @@ def mixed(blocks: Sequence[str]) -> StackSchedule:
 
     ``["ffn+boundary+attention", "selective+boundary", "kept"]``. Every block is a segment of its own.
     """
-    parts = [block.split("+") for block in blocks]
+    parts = [_parts(block) for block in blocks]
     segments = tuple(index if part[0] in IN_SEGMENTS else None for index, part in enumerate(parts))
     return StackSchedule(tuple(part[0] for part in parts), segments, tuple(frozenset(part[1:]) for part in parts))
+
+
+def _parts(block: str) -> list[str]:
+    parts = [part.strip() for part in block.split("+")] if isinstance(block, str) else []
+    if not parts or parts[0] not in TREATMENTS:
+        raise ConfigError(f"{block!r} does not begin with a treatment; {_near(block, TREATMENTS)}")
+    for part in parts[1:]:
+        if part not in MOVES[parts[0]]:
+            allowed = tuple(sorted(MOVES[parts[0]]))
+            raise ConfigError(f"{part!r} in {block!r} cannot wait in CPU memory; {_near(part, allowed)}")
+    return parts
+
+
+def _near(word: object, allowed: Sequence[str]) -> str:
+    near = difflib.get_close_matches(str(word), allowed, n=1)
+    return f"allowed: {', '.join(allowed)}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
 def keep_all(depth: int) -> StackSchedule:

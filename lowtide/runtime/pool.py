@@ -141,7 +141,7 @@ class Pool:
         tensor = self._pinned(size) if pooled else self._fall_back(f"it may keep {self.max_sizes} distinct sizes")
         pinned = tensor is not None
         if tensor is None:
-            tensor = torch.empty(size, dtype=torch.uint8)
+            tensor = torch.empty(size, dtype=torch.uint8, device="cpu")
         buffer = Buffer(tensor, size, pinned, pooled)
         self.buffers += 1
         self.total_bytes += size
@@ -235,6 +235,6 @@ def _forget_last_error() -> None:
 
 def _allocate_pinned(size: int) -> torch.Tensor | None:
     try:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError:
         return None

@@ -155,6 +155,7 @@ class Nesting(threading.local):
 
     def __init__(self) -> None:
         self.depth = 0
+        self.outside: tuple[Any] | None = None  # in a kept block under hooks of ours: the hooks outside of these
         self.open: dict[Any, weakref.ref[Segment]] = {}
 
 

@@ -195,7 +195,7 @@ class Store:
             return None
         storage = tensor.untyped_storage()
         size = storage.nbytes()
-        if size < self.min_bytes:
+        if size < self.min_bytes or tensor.is_conj() or tensor.is_neg():  # a ticket knows no such bit
             return None
         key = storage._cdata
         with self.lock:

@@ -124,7 +124,7 @@ class Tracer:
 
     def _holder(self, unit: Unit) -> Callable[[torch.Tensor], Packed | None] | None:
         """How a segment holds what it is given."""
-        if self.store is None:
+        if self.store is None or self._others_pack():
             return None
         by_attention = unit.treatment == FFN and not unit.wakes.isdisjoint({ATTENTION, SAVED})
         if unit.wakes and not by_attention:
@@ -133,8 +133,13 @@ class Tracer:
             return self.store.hold
         return self.store.move_later
 
+    def _others_pack(self) -> bool:
+        """Rule 23: hooks outside, of a checkpoint too, see the boundaries, now and when they replay."""
+        outside = self.nesting.outside
+        return (packs_outside() if outside is None else outside[0]) is not None
+
     def _kernel_log(self, unit: Unit) -> KernelLog:
-        store = self.store
+        store = None if self._others_pack() else self.store
         hold = None if store is None else store.move if ATTENTION in unit.moves else store.hold
         return KernelLog(
             self.entry_points,
@@ -228,12 +233,13 @@ class Tracer:
         if reason is not None:
             self.ledger.keep_instead(unit.record, reason)
         store = self.store
+        if store is not None:
+            store.enter_block(unit.record.number, unit.record.name)
         if store is None or not unit.moves or reason is not None:
             output = self._with_hooks(self.ledger.keeping_hooks(unit.record), original, module, args, kwargs)
             if store is not None and unit.settles:
                 store.settle()
             return output
-        store.enter_block(unit.record.number, unit.record.name)
         pack = store.pack if SAVED in unit.moves else store.share
         return self._with_hooks(self.ledger.moving_hooks(unit.record, pack), original, module, args, kwargs)
 
@@ -260,10 +266,14 @@ class Tracer:
     ) -> Any:
         if hooks is None:
             return original(module, *args, **kwargs)
+        before = self.nesting.outside
+        if before is None:
+            self.nesting.outside = (packs_outside(),)
         try:
             with hooks:
                 return original(module, *args, **kwargs)
         finally:
+            self.nesting.outside = before
             if self.store is not None:
                 self.store.flush()
 

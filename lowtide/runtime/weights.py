@@ -35,8 +35,7 @@ def is_activation(tensor: torch.Tensor) -> bool:
             return False
     if _casts_a_weight((tensor if base is None else base).grad_fn):
         return False
-    odd = tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor() or tensor.is_nested or tensor.is_quantized
-    return not odd
+    return not (tensor._is_zerotensor() or tensor.is_nested or tensor.is_quantized)
 
 
 def _casts_a_weight(maker: Any) -> bool:

@@ -33,6 +33,6 @@ def test_people_see_every_family(lowtide: Callable[..., Any]) -> None:
     assert result.exit_code == 0
     for family in families.all_families():
         assert family.key in result.stdout
-        assert family.title in result.stdout
+        assert family.title.split()[0] in result.stdout
     assert "38 single_transformer_blocks" in result.stdout
-    assert f"all: {', '.join(BACKENDS)}." in result.stdout
+    assert f"Backends: {', '.join(BACKENDS)}; all where the table names none." in result.stdout

@@ -125,15 +125,19 @@ def test_people_see_ranges(lowtide: Callable[..., Any]) -> None:
 @pytest.fixture
 def unknown_model(tmp_path: Path) -> Path:
     """The folder of a model of a class that no family describes."""
-    model = diffusers.AuraFlowTransformer2DModel(
-        sample_size=8,
-        num_mmdit_layers=2,
-        num_single_dit_layers=3,
-        attention_head_dim=8,
+    model = diffusers.LatteTransformer3DModel(
         num_attention_heads=2,
-        joint_attention_dim=16,
-        caption_projection_dim=16,
-        pos_embed_max_size=16,
+        attention_head_dim=8,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        cross_attention_dim=16,
+        sample_size=8,
+        patch_size=2,
+        activation_fn="gelu-approximate",
+        norm_type="ada_norm_single",
+        caption_channels=16,
+        video_length=2,
     )
     model.save_pretrained(tmp_path)
     return tmp_path
@@ -144,21 +148,21 @@ def test_an_unknown_model_shows_what_was_found(
 ) -> None:
     result = lowtide_json("inspect", str(unknown_model), "--backend", "torch-ffn")
     assert result["family"] is None
-    assert result["class"] == "diffusers.AuraFlowTransformer2DModel"
+    assert result["class"] == "diffusers.LatteTransformer3DModel"
     assert [(stack["name"], stack["depth"], stack["found"]) for stack in result["stacks"]] == [
-        ("joint_transformer_blocks", 2, True),
-        ("single_transformer_blocks", 3, True),
+        ("transformer_blocks", 2, True),
+        ("temporal_transformer_blocks", 2, True),
     ]
-    assert treatments(result) == {"ffn": 5}
+    assert treatments(result) == {"ffn": 4}
     text = " ".join(lowtide("inspect", str(unknown_model)).stdout.split())
     assert "No family describes this class: its block stacks were found by structure." in text
-    assert "joint_transformer_blocks: AuraFlowJointTransformerBlock feed-forward: ff, ff_context" in text
+    assert "temporal_transformer_blocks: BasicTransformerBlock feed-forward: norm2, ff" in text
 
 
 def test_an_unknown_model_cannot_be_verified(lowtide: Callable[..., Any], unknown_model: Path) -> None:
     result = lowtide("verify", str(unknown_model))
     assert result.exit_code == 2
-    assert "AuraFlowTransformer2DModel, which no family describes" in " ".join(result.stderr.split())
+    assert "LatteTransformer3DModel, which no family describes" in " ".join(result.stderr.split())
 
 
 def test_the_scope_that_a_model_does_not_have(lowtide: Callable[..., Any], tmp_path: Path) -> None:

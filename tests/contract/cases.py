@@ -13,7 +13,7 @@ from lowtide.families import Family
 from lowtide.measure.build import build_model
 from lowtide.measure.held import trace_held
 from lowtide.measure.inputs import build_inputs
-from lowtide.measure.parity import StepResult, run_step
+from lowtide.measure.parity import StepResult, fresh, run_step
 from lowtide.plan.held import HeldTrace
 from lowtide.runtime.resolve import ResolvedStack, resolve
 from tests.contract.observed import Observer
@@ -47,13 +47,21 @@ def make_case(row: Family, training: str = "full", variant: str | None = None) -
 
 
 @functools.lru_cache(maxsize=8)
-def plain_step(key: str, training: str, variant: str | None = None) -> tuple[StepResult, Observer]:
-    """The step without lowtide, and what was seen in it."""
+def plain_step(key: str, training: str, variant: str | None = None) -> tuple[StepResult, Observer, int]:
+    """The step without lowtide, what was seen in it, and bytes that the model keeps of its very first forward."""
     row = families.find(key)
     model, inputs = _trainable(row, training), _inputs(row, variant)
-    with Observer(model) as seen:
+    first = first_forward(model, inputs)
+    with Observer(model, first) as seen:
         step = run_step(model, inputs, SEED, after_forward=seen.forward_is_over)
-    return step, seen
+    return step, seen, first.left_bytes
+
+
+def first_forward(model: nn.Module, inputs: dict[str, Any]) -> Observer:
+    """What was seen in one forward without gradients."""
+    with torch.no_grad(), Observer(model) as seen:
+        model(**fresh(inputs))
+    return seen
 
 
 @functools.cache

@@ -28,17 +28,22 @@ class Observer(TorchDispatchMode):
     kernels: attention kernels that ran, backward's recomputation included. out_bytes, back_bytes: copied as flat bytes,
     which no model does, before and after the end of forward. alive_bytes: of storages that were made in forward and
     lived when it ended, the model's weights and buffers in CPU memory left out. left_bytes: of those, what still lived
-    at the end: a model may keep a table that it has made.
+    at the end. first: saw the model's first forward, in which it may make itself a table (for rotary embeddings); what
+    was left then is the model's.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, first: "Observer | None" = None) -> None:
         super().__init__()
         self.kernels = self.out_bytes = self.back_bytes = self.alive_bytes = self.left_bytes = 0
         self._in_forward = True
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
         self._others = {
             tensor.untyped_storage()._cdata for tensor in itertools.chain(model.parameters(), model.buffers())
-        }
+        } | (first._made.keys() if first is not None else set())
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the guard doubles the cost of an operator
 
     def forward_is_over(self) -> None:
         self._in_forward = False
@@ -47,11 +52,10 @@ class Observer(TorchDispatchMode):
     def __exit__(self, *details: Any) -> None:
         super().__exit__(*details)
         self.left_bytes = self._still_alive()
-        self._made.clear()
 
     def _still_alive(self) -> int:
-        alive = {key: size for key, (storage, size) in self._made.items() if not storage.expired()}
-        return sum(size for key, size in alive.items() if key not in self._others)
+        self._made = {key: (storage, size) for key, (storage, size) in self._made.items() if not storage.expired()}
+        return sum(size for key, (_, size) in self._made.items() if key not in self._others)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -7,12 +7,15 @@ from lowtide import families
 from lowtide.errors import ConfigError
 from lowtide.families import Build
 from lowtide.families.inputs import (
+    count,
     fixed,
     full,
     grid,
+    joined,
     mask,
     numbered,
     ones,
+    per_row,
     rand,
     randint,
     randn,
@@ -86,6 +89,23 @@ def test_every_node():
     assert list(made["j"]) == [4]
     assert made["k"] is None
     assert made["m"] == {"deep": [None, 9]}
+
+
+def test_positions_lengths_and_joined_tensors():
+    made = build_inputs(
+        _build(
+            a=grid(1, "B", scale=(1.0, 0.5), offset=(0.0, 7.0)),
+            b=grid("B", 1, dtype="int64", offset=(9, 0), batch="B"),
+            c=count("B", "T-2", start=4),
+            d=per_row("T", "T-2"),
+            e=joined(zeros("B", 1, dtype="bool"), ones("B", 2, dtype="bool"), dim=1),
+        )
+    )
+    assert made["a"].tolist() == [[0.0, 7.0], [0.0, 7.5]]
+    assert made["b"].tolist() == [[[9, 0], [10, 0]]] * 2 and made["b"].dtype is torch.int64
+    assert made["c"].tolist() == [[4, 5, 6]] * 2
+    assert made["d"].tolist() == [5, 3]
+    assert made["e"].tolist() == [[False, True, True]] * 2
 
 
 def test_an_unknown_kind_names_the_known_ones():

@@ -257,14 +257,21 @@ def test_what_has_moved_is_not_kept_again_by_another_block_of_which_something_mo
     assert held.held_bytes == held.kept_bytes == _sum(10, 50, 11, 21, 31, 41)
 
 
-def test_the_arguments_of_a_block_that_drops_nothing_are_copied_for_nothing():
+def test_the_arguments_of_a_block_that_drops_nothing_are_not_copied():
     calls = [
         _block(0, [_tensor(10, requires_grad=False)], [_tensor(11, requires_grad=False)], ()),
         _block(1, [_tensor(11, requires_grad=False)], [_tensor(12)], {11, 31}),
     ]
     held = _predict(_trace(calls), whole_blocks(2).moving({BOUNDARY}))
-    assert held.cpu_bytes == _sum(11) and held.d2h_bytes == _sum(10, 11)
+    assert held.cpu_bytes == held.d2h_bytes == _sum(11)
     assert held.kept_bytes == held.held_bytes == 0
+
+
+def test_what_a_kept_block_of_which_nothing_moves_saved_is_copied_all_the_same():
+    held = _predict(_attending_blocks(2, _tensor(TEXT)), mixed(["kept", "kept+attention"]))
+    assert held.d2h_bytes == _sum(TEXT, 21, 31, 41)
+    assert held.cpu_bytes == _sum(21, 31, 41)
+    assert held.held_bytes == held.kept_bytes == _sum(TEXT, 10, 20, 30, 40, 50, 11, 51)
 
 
 def test_a_feed_forward_side_that_drops_nothing_copies_nothing():
