@@ -91,10 +91,11 @@ FEW = [
 class Observation:
     """What a step in one mode did.
 
-    schedule: what the handle made of the mode. again: by block, how often its treated side ran once more. kernels,
+    schedule: what the handle made of the mode. in_forward, again: by block, how often its treated side ran. kernels,
     plain_kernels: attention kernels that ran, and in the step without lowtide. out_bytes, back_bytes: copied to CPU
-    memory and back. freed_bytes: by how much less was alive when forward was over than without lowtide. left_bytes:
-    made in forward and still alive after the step. tables_bytes: that the model made in its first forward, and keeps.
+    memory and back. freed_bytes: by how much less was alive when forward was over than without lowtide.
+    plain_left_bytes, left_bytes: made in forward and still alive after the step, without and with lowtide.
+    tables_bytes: that the model made in its first forward, and keeps.
     """
 
     case: Case
@@ -102,12 +103,14 @@ class Observation:
     training: str
     schedule: Schedule
     differences: tuple[Difference, ...]
+    in_forward: dict[str, int]
     again: dict[str, int]
     kernels: int
     plain_kernels: int
     out_bytes: int
     back_bytes: int
     freed_bytes: int
+    plain_left_bytes: int
     left_bytes: int
     tables_bytes: int
     receipt: Receipt
@@ -127,13 +130,19 @@ def observe(key: str, mode: Mode, training: str = "full") -> Observation:
     """One step in a mode, with what is known of the same step without lowtide."""
     case, first = _shared_case(key, training)
     plain, seen_plain, tables_bytes = plain_step(key, training)
+    in_forward: dict[str, int] = {}
     with (
         cpu_offload(),
         counted_forwards(treated_sides(case, mode)) as forwards,
         lowtide.attach(case.model, **mode.options(case.stacks)) as handle,
         Observer(case.model, first) as seen,
     ):
-        step = run_step(case.model, case.inputs, SEED, after_forward=seen.forward_is_over)
+
+        def forward_is_over() -> None:
+            seen.forward_is_over()
+            in_forward.update(forwards)
+
+        step = run_step(case.model, case.inputs, SEED, after_forward=forward_is_over)
         receipt = handle.receipt()
     case.model.zero_grad(set_to_none=True)
     return Observation(
@@ -142,12 +151,14 @@ def observe(key: str, mode: Mode, training: str = "full") -> Observation:
         training=training,
         schedule=handle.schedule,
         differences=tuple(compare(plain, step)),
-        again={name: count - 1 for name, count in forwards.items()},
+        in_forward=in_forward,
+        again={name: count - in_forward[name] for name, count in forwards.items()},
         kernels=seen.kernels,
         plain_kernels=seen_plain.kernels,
         out_bytes=seen.out_bytes,
         back_bytes=seen.back_bytes,
         freed_bytes=seen_plain.alive_bytes - seen.alive_bytes,
+        plain_left_bytes=seen_plain.left_bytes,
         left_bytes=seen.left_bytes,
         tables_bytes=tables_bytes,
         receipt=receipt,

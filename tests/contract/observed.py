@@ -14,12 +14,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ATTENTION_KERNELS = frozenset(
-    {
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.aten._softmax.default,  # attention by plain matrix products
-    }
-)
+FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+SOFTMAX = torch.ops.aten._softmax.default
 
 
 class Observer(TorchDispatchMode):
@@ -61,7 +57,7 @@ class Observer(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        if function in ATTENTION_KERNELS:
+        if function is FUSED or (function is SOFTMAX and args[0].dim() == 4):  # attention by plain matrix products
             self.kernels += 1
         elif function is torch.ops.aten.copy_.default and args[0].dtype is torch.uint8:
             self._count_copy(args[0], args[1])

@@ -28,8 +28,9 @@ def test_exactly_the_scheduled_blocks_run_again(seen: Observation):
         assert recomputed == {name for name, treatment in expected.items() if treatment != "kept"}
     for block in seen.receipt.blocks:
         assert block.treatment.removesuffix("+offload") == expected[block.name], block
-        assert block.recompute_calls == (block.name in recomputed), block
-        assert block.recompute_calls == seen.again.get(block.name, 0), block
+        # Both streams of a block may share one feed-forward: then it runs twice.
+        once = seen.in_forward.get(block.name, 1) if block.name in recomputed else 0
+        assert block.recompute_calls == once == seen.again.get(block.name, 0), block
         assert block.recompute_calls == 0 or block.reason is None, block
 
 
@@ -148,5 +149,5 @@ def _assert_segments(seen: Observation, blocks, interval: int, segment_stride: i
 
 
 def test_nothing_is_left_after_a_step(seen: Observation):
-    assert seen.left_bytes == 0
+    assert seen.left_bytes == seen.plain_left_bytes
     assert seen.receipt.totals["pool"].get("in_use_bytes", 0) == 0
