@@ -259,8 +259,13 @@ def _check_schedule(schedule: Schedule, stacks: list[ResolvedStack]) -> None:
     if given != depths:
         raise ConfigError(f"the schedule is for stacks {given}, but this model has {depths}")
     treatments = {treatment for plan in schedule.stacks.values() for treatment in plan.treatments}
-    moves = {move for plan in schedule.stacks.values() for of_block in plan.moves for move in of_block}
+    moved = {
+        treatment
+        for plan in schedule.stacks.values()
+        for treatment, moves in zip(plan.treatments, plan.moves, strict=True)
+        if ATTENTION in moves
+    }
     if FFN in treatments and not any(stack.has_feed_forward for stack in stacks):
         raise UnsupportedError("the schedule recomputes feed-forward sides, and no block of this model has one")
-    if (SELECTIVE in treatments or ATTENTION in moves) and not any(stack.has_attention for stack in stacks):
-        raise UnsupportedError("the schedule speaks of attention, and no block of this model has softmax attention")
+    if moved - {SELECTIVE} and not any(stack.has_attention for stack in stacks):  # selective sees kernels, not modules
+        raise UnsupportedError("the schedule moves attention sides, and no block of this model has softmax attention")

@@ -123,5 +123,5 @@ def test_a_schedule_of_one_s_own_runs_as_written() -> None:
 @pytest.mark.parametrize("treatment", MOVES)
 def test_what_a_treatment_cannot_move_is_refused(treatment: str) -> None:
     for what in {"boundary", "attention", "saved"} - MOVES[treatment]:
-        with pytest.raises(ValueError, match=f"of a {treatment} block can wait in CPU memory"):
+        with pytest.raises(ValueError, match=f"'{what}' in '{treatment}.* cannot wait in CPU memory; allowed"):
             mixed([f"{treatment}+{what}"])

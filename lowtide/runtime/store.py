@@ -443,9 +443,8 @@ def accelerator_or_simulated() -> torch.device:
     if device is None:
         raise ConfigError(
             "offload needs an accelerator (CUDA, ROCm, XPU …), and torch sees none on this machine: on the CPU, "
-            "activations are in CPU memory already. Leave offload out (offload_attention, and the backends unsloth, "
-            "unsloth-ffn, unsloth-selective; torch, torch-ffn and torch-selective recompute the same), or try it out "
-            "inside `lowtide.testing.cpu_offload()`."
+            "activations are in CPU memory already. Leave offload_attention out and use a backend that recomputes only "
+            "(torch, torch-ffn, torch-selective), or try it out inside `lowtide.testing.cpu_offload()`."
         )
     return device
 
