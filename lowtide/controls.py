@@ -15,6 +15,8 @@ from lowtide.plan.schedule import (
     FFN,
     IN_SEGMENTS,
     KEPT,
+    MAX_SIZES,
+    MIN_BYTES,
     SELECTIVE,
     WHOLE,
     Schedule,
@@ -43,8 +45,6 @@ _BACKENDS: Mapping[str, _Backend] = {
 }
 
 BACKENDS = tuple(_BACKENDS)
-DEFAULT_MAX_BUCKETS = 12
-DEFAULT_MIN_BYTES = 2**20
 
 _backend = Choice(
     BACKENDS, hint="To recompute nothing, set gradient_checkpointing to false (lowtide.attach: backend=None)."
@@ -96,13 +96,13 @@ class CheckpointConfig(Keys):
         "move. Needs an accelerator.",
     )
     offload_pin_memory_max_buckets: Annotated[int, BeforeValidator(WholeNumber(0))] = Field(
-        default=DEFAULT_MAX_BUCKETS,
+        default=MAX_SIZES,
         alias="gradient_checkpointing_offload_pin_memory_max_buckets",
         description="How many distinct sizes of pinned buffers the pool in CPU memory keeps. 0: ordinary CPU memory "
         "only, whose copies are slower and hold up the computation.",
     )
     offload_min_bytes: Annotated[int, BeforeValidator(Size())] = Field(
-        default=DEFAULT_MIN_BYTES,
+        default=MIN_BYTES,
         alias="gradient_checkpointing_offload_min_bytes",
         description="Tensors whose storage is smaller stay on the accelerator.",
     )
@@ -138,8 +138,8 @@ class CheckpointConfig(Keys):
         interval: Any = None,
         segment_stride: Any = None,
         offload_attention: Any = False,
-        offload_pin_memory_max_buckets: Any = DEFAULT_MAX_BUCKETS,
-        offload_min_bytes: Any = DEFAULT_MIN_BYTES,
+        offload_pin_memory_max_buckets: Any = MAX_SIZES,
+        offload_min_bytes: Any = MIN_BYTES,
     ) -> Self:
         """The controls as the arguments of ``lowtide.attach`` give them: no backend (None) recomputes nothing."""
         given = {

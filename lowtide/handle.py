@@ -13,11 +13,11 @@ from lowtide.controls import CheckpointConfig
 from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.families.row import Stack
 from lowtide.inert import inert
-from lowtide.plan.schedule import ATTENTION, FFN, SELECTIVE, Schedule
+from lowtide.plan.schedule import ATTENTION, FFN, MAX_SIZES, MIN_BYTES, SELECTIVE, Schedule
 from lowtide.runtime.ledger import BlockRecord, Ledger
 from lowtide.runtime.receipt import BlockReceipt, Copies, Note, Receipt
 from lowtide.runtime.resolve import ResolvedStack, child, resolve
-from lowtide.runtime.store import MAX_SIZES, MIN_BYTES, Store, accelerator_or_simulated
+from lowtide.runtime.store import Store, accelerator_or_simulated
 from lowtide.runtime.swap import intercept, release
 from lowtide.runtime.tracer import Tracer
 from lowtide.runtime.unit import units_of
@@ -204,9 +204,9 @@ def without_last_round_trip(schedule: Schedule, stacks: Sequence[str]) -> Schedu
 
 
 def _store(model: nn.Module, schedule: Schedule, config: CheckpointConfig) -> Store | None:
-    if config.moves or schedule.moves_anything:
-        accelerator_or_simulated()
     if not schedule.moves_anything:
+        if config.moves:
+            accelerator_or_simulated()  # asked for, though nothing comes of it here
         return None
     return Store(
         model,

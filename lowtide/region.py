@@ -15,12 +15,12 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from lowtide.attention_backend import has_own_state, providers
 from lowtide.errors import ConfigError
 from lowtide.offload import shared_store, size
+from lowtide.plan.schedule import MAX_SIZES, MIN_BYTES
 from lowtide.runtime.context import Context, accelerator, default_generators
 from lowtide.runtime.flatten import flatten_call, is_filled
 from lowtide.runtime.link import simulated
 from lowtide.runtime.placeholder import packs_outside
 from lowtide.runtime.segment import Call, Nesting, Segment
-from lowtide.runtime.store import MAX_SIZES, MIN_BYTES
 
 BACKENDS = ("torch", "unsloth")
 
@@ -74,7 +74,8 @@ def checkpoint(
     forward_context, replay_context = context_fn() if context_fn is not None else (None, None)
     arguments, leaves = flatten_call((function, *args), kwargs, opaque=True)
     context, kind, nesting = _surroundings(has_own_state())
-    segment = Segment(context, kind, nesting, early_stop=early_stop, hold=None if store is None else store.move_later)
+    hold, flush = (store.move_later, store.flush) if store is not None else (None, None)
+    segment = Segment(context, kind, nesting, early_stop=early_stop, hold=hold, flush=flush)
     call = Call(_name(function), _Region(forward_context, replay_context), modules_of(function))
     call.compared = determinism_check != "none"
     call.spot_check = call.compared
@@ -84,18 +85,11 @@ def checkpoint(
     if store is not None:
         store.enter_block(id(segment), call.name)
     segment.record(call, arguments, leaves, generators)
-    if store is None:
-        return segment.run(call, (function, *args), kwargs, leaves, register_outputs=False)
     try:
-        if any(leaf.requires_grad for leaf in leaves):  # then it is held, and can be copied meanwhile
-            store.flush()
-        output = segment.run(call, (function, *args), kwargs, leaves, register_outputs=False)
-        if not call.drops:
-            segment.externals.clear()
+        return segment.run(call, (function, *args), kwargs, leaves, register_outputs=False)
     finally:
-        store.flush()
-        store.leave_block()
-    return output
+        if store is not None:
+            store.leave_block()
 
 
 checkpoint.__dict__["_torchdynamo_disable"] = True  # dynamo calls it instead of looking inside

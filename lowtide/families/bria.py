@@ -1,17 +1,8 @@
 """Bria 3.2: Flux's blocks, narrower."""
 
-from lowtide.families.inputs import grid, rand, randn, several, zeros
-from lowtide.families.joint_streams import DOUBLE, SINGLE
+from lowtide.families.inputs import randn, several
+from lowtide.families.joint_streams import DOUBLE, INPUTS, LET, SINGLE, SIZES, TINY, TINY_VARS
 from lowtide.families.row import Build, Family
-
-_LET = {"h": "H//16", "w": "W//16", "S": "h*w"}
-_INPUTS = {
-    "hidden_states": randn("B", "S", "C"),
-    "encoder_hidden_states": randn("B", "T", "E"),
-    "timestep": rand("B"),
-    "img_ids": grid(1, "h", "w"),
-    "txt_ids": zeros("T", 3),
-}
 
 ROWS = (
     Family(
@@ -21,19 +12,10 @@ ROWS = (
         class_path="diffusers.BriaTransformer2DModel",
         stacks=(DOUBLE, SINGLE),
         tiny=Build(
-            config={
-                "patch_size": 1,
-                "in_channels": 4,
-                "num_layers": 6,
-                "num_single_layers": 8,
-                "attention_head_dim": 8,
-                "num_attention_heads": 2,
-                "joint_attention_dim": 32,
-                "axes_dims_rope": [0, 4, 4],
-            },
-            vars={"B": 2, "H": 64, "W": 64, "C": 4, "T": 6, "E": 32},
-            let=_LET,
-            inputs=_INPUTS,
+            config=TINY | {"attention_head_dim": 8, "axes_dims_rope": [0, 4, 4]},
+            vars=TINY_VARS,
+            let=LET,
+            inputs=INPUTS,
         ),
         real=Build(
             # The class defaults are not the checkpoint, whose configuration is not public: these fit its stated size.
@@ -45,14 +27,14 @@ ROWS = (
                 "axes_dims_rope": [0, 48, 48],
             },
             vars={"B": 1, "H": 1024, "W": 1024, "C": 16, "T": 128, "E": 4096},
-            let=_LET,
-            inputs=_INPUTS,
+            let=LET,
+            inputs=INPUTS,
         ),
         parameters=3_785_669_392,
         published="4B (rounded)",
         # No residuals for the single blocks: the class cuts the text off their output, which holds no text.
         variants={"ControlNet residuals": {"controlnet_block_samples": several(3, randn("B", "S", 16))}},
-        sizes={"C": "in_channels", "E": "joint_attention_dim"},
+        sizes=SIZES,
         block_classes=("BriaTransformerBlock", "BriaSingleTransformerBlock"),
     ),
 )

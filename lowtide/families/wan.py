@@ -4,7 +4,7 @@ from lowtide.families.inputs import rand, randn
 from lowtide.families.row import Build, Family, Stack
 
 _CLASS = "diffusers.WanTransformer3DModel"
-_STACKS = (
+STACKS = (
     Stack(
         name="blocks",
         blocks=("blocks.*",),
@@ -13,32 +13,30 @@ _STACKS = (
         attention_norms=("norm1", "norm2"),
     ),
 )
-_LET = {"F": "(FR-1)//4+1", "h": "H//8", "w": "W//8"}
+LET = {"F": "(FR-1)//4+1", "h": "H//8", "w": "W//8"}
 _INPUTS = {
     "hidden_states": randn("B", "C", "F", "h", "w"),
     "timestep": rand("B", scale=1000.0),
     "encoder_hidden_states": randn("B", "T", "E"),
 }
-_TINY = Build(
-    config={
-        "patch_size": (1, 2, 2),
-        "num_attention_heads": 2,
-        "attention_head_dim": 12,
-        "in_channels": 4,
-        "out_channels": 4,
-        "text_dim": 16,
-        "freq_dim": 16,
-        "ffn_dim": 32,
-        "num_layers": 8,
-        "rope_max_seq_len": 32,
-    },
-    vars={"B": 2, "FR": 5, "H": 48, "W": 48, "C": 4, "T": 6, "E": 16},
-    let=_LET,
-    inputs=_INPUTS,
-)
-_REAL_VARS = {"B": 1, "FR": 81, "H": 480, "W": 832, "C": 16, "T": 512, "E": 4096}
+TINY = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": 16,
+    "freq_dim": 16,
+    "ffn_dim": 32,
+    "num_layers": 8,
+    "rope_max_seq_len": 32,
+}
+TINY_VARS = {"B": 2, "FR": 5, "H": 48, "W": 48, "C": 4, "T": 6, "E": 16}
+SMALL = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
+"""The 1.3B size."""
+_TINY = Build(config=TINY | {"patch_size": (1, 2, 2)}, vars=TINY_VARS, let=LET, inputs=_INPUTS)
+REAL_VARS = {"B": 1, "FR": 81, "H": 480, "W": 832, "C": 16, "T": 512, "E": 4096}
 _VARIANTS = {"time step per token": {"timestep": rand("B", "F*(h//2)*(w//2)", scale=1000.0)}}
-_SIZES = {"C": "in_channels", "E": "text_dim"}
+SIZES = {"C": "in_channels", "E": "text_dim"}
 _BLOCK_CLASSES = ("WanTransformerBlock",)
 
 ROWS = (
@@ -47,18 +45,18 @@ ROWS = (
         title="Wan 2.1 1.3B",
         aliases=("wan", "wan21", "Wan 2.1 T2V 1.3B"),
         class_path=_CLASS,
-        stacks=_STACKS,
+        stacks=STACKS,
         tiny=_TINY,
         real=Build(
-            config={"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
-            vars=_REAL_VARS,
-            let=_LET,
+            config=SMALL,
+            vars=REAL_VARS,
+            let=LET,
             inputs=_INPUTS,
         ),
         parameters=1_418_996_800,
         published="1.3B",
         variants=_VARIANTS,
-        sizes=_SIZES,
+        sizes=SIZES,
         block_classes=_BLOCK_CLASSES,
     ),
     Family(
@@ -66,12 +64,12 @@ ROWS = (
         title="Wan 2.1 14B",
         aliases=("Wan 2.1 T2V 14B",),
         class_path=_CLASS,
-        stacks=_STACKS,
+        stacks=STACKS,
         tiny=_TINY,
-        real=Build(config={}, vars=_REAL_VARS, let=_LET, inputs=_INPUTS),
+        real=Build(config={}, vars=REAL_VARS, let=LET, inputs=_INPUTS),
         parameters=14_288_491_584,
         published="14B",
-        sizes=_SIZES,
+        sizes=SIZES,
         block_classes=_BLOCK_CLASSES,
     ),
 )

@@ -9,12 +9,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from lowtide.plan.schedule import ATTENTION, BOUNDARY, FFN, IN_SEGMENTS, SAVED, SELECTIVE, Schedule
+from lowtide.plan.schedule import ATTENTION, BOUNDARY, FFN, IN_SEGMENTS, MIN_BYTES, SAVED, SELECTIVE, Schedule
 
 BLOCK, FEED_FORWARD, ATTENTION_SIDE, KERNEL = "block", "feed-forward", "attention-side", "kernel"
 """What a traced call is: a block; a module of its feed-forward or attention side; an attention kernel."""
-
-_ONE_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -151,7 +149,7 @@ class _Segment:
         return largest is not None and largest.tensor in self.made
 
 
-def predict(trace: HeldTrace, schedule: Schedule, min_bytes: int = _ONE_MIB) -> Held:
+def predict(trace: HeldTrace, schedule: Schedule, min_bytes: int = MIN_BYTES) -> Held:
     """Bytes held between forward and backward, and the segments that really form, under ``schedule``.
 
     min_bytes: a smaller storage never moves to CPU memory, whatever the schedule says.

@@ -11,6 +11,11 @@ TREATMENTS = (KEPT, WHOLE, FFN, SELECTIVE)
 IN_SEGMENTS = (WHOLE, SELECTIVE)
 """Treatments that recompute blocks whole, alone or a few together."""
 
+MIN_BYTES = 2**20
+"""A smaller storage never moves to CPU memory, unless told otherwise."""
+MAX_SIZES = 12
+"""Distinct sizes of pinned buffers, unless told otherwise."""
+
 BOUNDARY, ATTENTION, SAVED = "boundary", "attention", "saved"
 MOVES: Mapping[str, frozenset[str]] = {
     KEPT: frozenset({ATTENTION, SAVED}),

@@ -16,12 +16,11 @@ from torch._C import _current_graph_task_id
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lowtide.errors import ReplayError
 from lowtide.plan.schedule import IN_SEGMENTS, KEPT
 from lowtide.runtime.flatten import flatten_call
-from lowtide.runtime.placeholder import Packed, unpack, version_of
+from lowtide.runtime.placeholder import Packed, Passed, Weight, unpack
 from lowtide.runtime.segment import Call, Segment
-from lowtide.runtime.store import Store, Ticket
+from lowtide.runtime.store import Store
 
 _MOST_FORWARDS = 16
 _EMPTY: dict[int, Any] = {}
@@ -255,46 +254,26 @@ class Ledger:
 
         def counted(tensor: torch.Tensor) -> Packed:
             packed = pack(tensor)
-            if not self._taking_in:
-                (storages.move if isinstance(packed, Ticket) else storages.hold)(number, tensor)
+            if not self._taking_in:  # a segment's boundary: counted in end_call, if the segment drops anything
+                (storages.move if packed.moved else storages.hold)(number, tensor)
             return packed
 
         return torch.autograd.graph.saved_tensors_hooks(counted, unpack)
 
     def keeping_hooks(self, record: BlockRecord) -> AbstractContextManager[Any] | None:
         """Saved-tensor hooks that count what a kept call saves; None while bytes are not counted."""
-        storages = self.storages
-        if not self.measuring or storages is None:
+        if not self.measuring:
             return None
-        number = record.number
-        outer = _top_saved_tensors_default_hooks(False)
-        pack_on, unpack_on = outer if outer is not None else (None, _same)
+        outside = _top_saved_tensors_default_hooks(False)
 
-        def pack(tensor: torch.Tensor) -> tuple[Any, torch.Tensor | None, int]:
-            if not self._taking_in:  # a segment's boundary: counted in end_call, if the segment drops anything
-                storages.hold(number, tensor)
-            if pack_on is not None:
-                return pack_on(tensor), None, 0
-            kept = tensor.detach()  # with its graph, a saved output would keep its own node alive for ever
-            return kept, kept, version_of(kept)
+        def keep(tensor: torch.Tensor) -> Packed:
+            return Passed(tensor, outside) if outside is not None else Weight(tensor, record.name)
 
-        def unpack(packed: tuple[Any, torch.Tensor | None, int]) -> torch.Tensor:
-            value, checked, version = packed
-            if checked is not None and version_of(checked) != version:  # hooks switch autograd's own check off
-                raise ReplayError(
-                    f"a tensor that {record.name} saved has been modified by an inplace operation before its backward."
-                )
-            return unpack_on(value)
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        return self.moving_hooks(record, keep)
 
 
 def _has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -73,6 +73,32 @@ class Packed(Protocol):
     def take(self) -> torch.Tensor: ...
 
 
+Hold = Callable[[torch.Tensor], Packed | None]
+"""Gives a ticket where a tensor is to wait in CPU memory, else None."""
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+class Passed:
+    """Stands for a tensor that somebody else's saved-tensor hooks have packed."""
+
+    __slots__ = ("packed", "unpack")
+    moved = False
+
+    def __init__(self, tensor: torch.Tensor, hooks: Hooks) -> None:
+        pack, self.unpack = hooks
+        self.packed = pack(tensor)
+
+    def take(self) -> torch.Tensor:
+        return self.unpack(self.packed)
+
+
+def held_elsewhere(tensor: torch.Tensor, hold: Hold | None, outside: Hooks | None) -> Packed | None:
+    """Who holds a tensor: ``hold``'s ticket, else the hooks outside (rule 23); None: nobody, it stays as it is."""
+    if hold is not None and (ticket := hold(tensor)) is not None:
+        return ticket
+    return Passed(tensor.detach(), outside) if outside is not None else None
+
+
 def unpack(holder: Packed) -> torch.Tensor:
     """Saved-tensor hook: the tensor behind a place-holder, recomputed on the first read of its segment."""
     return holder.take()
@@ -85,27 +111,22 @@ def nobody() -> None:
 class External:
     """A tensor that came into a segment from outside, detached (rule 3 in segment.py).
 
-    hold: gives a ticket where the tensor is to wait in CPU memory, else None; then, where saved-tensor hooks of the
-    user are active outside the segment, they pack it (rule 23), so that somebody's offload sees its boundaries too.
+    Where neither ``hold`` takes it nor saved-tensor hooks are active outside the segment, it stays as it is.
     """
 
-    __slots__ = ("address", "alive", "moved", "packed", "requires_grad", "tensor", "unpack", "version")
+    __slots__ = ("address", "alive", "held", "requires_grad", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, hold: Callable[[torch.Tensor], Packed | None] | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor, hold: Hold | None = None) -> None:
         self.alive = weakref.ref(tensor)
         self.requires_grad = tensor.requires_grad
         self.version = version_of(tensor)
         self.address = address_of(tensor)
-        self.tensor: torch.Tensor | None = tensor.detach()
-        self.unpack: Callable[[Any], torch.Tensor] | None = None
-        self.moved = False
-        if hold is not None and (packed := hold(tensor)) is not None:
-            self.packed, self.unpack, self.tensor, self.moved = packed, unpack, None, packed.moved
-            return
-        hooks = _top_saved_tensors_default_hooks(False)
-        if hooks is not None:
-            pack, self.unpack = hooks
-            self.packed, self.tensor = pack(self.tensor), None
+        self.held = held_elsewhere(tensor, hold, _top_saved_tensors_default_hooks(False))
+        self.tensor = tensor.detach() if self.held is None else None
+
+    @property
+    def moved(self) -> bool:
+        return self.held is not None and self.held.moved
 
     def is_still(self, tensor: torch.Tensor) -> bool:
         return (
@@ -117,8 +138,8 @@ class External:
 
     def fetch(self, name: str) -> torch.Tensor:
         """A fresh leaf over the same values."""
-        if self.unpack is not None:
-            leaf = self.unpack(self.packed).detach()
+        if self.held is not None:
+            leaf = self.held.take().detach()
         else:
             assert self.tensor is not None
             if version_of(self.tensor) != self.version:

@@ -44,7 +44,7 @@ from lowtide.runtime.flatten import Arguments, rebuild_call, tensors_of
 from lowtide.runtime.placeholder import (
     PLAIN_TYPES,
     External,
-    Packed,
+    Hold,
     PlaceHolder,
     Weight,
     address_of,
@@ -169,9 +169,11 @@ class Segment:
         nesting: Nesting,
         *,
         early_stop: bool = True,
-        hold: Callable[[torch.Tensor], Packed | None] | None = None,
+        hold: Hold | None = None,
+        flush: Callable[[], None] | None = None,
     ) -> None:
         self.hold = hold  # lets an external wait in CPU memory, see store.py
+        self.flush = flush  # starts the copies of what ``hold`` took
         self.context = context
         self.accelerator = accelerator
         self.nesting = nesting
@@ -247,8 +249,14 @@ class Segment:
         kept_addresses: set[int] | frozenset[int] = frozenset(),
         register_outputs: bool,
         on_pack: Callable[[torch.Tensor], None] | None = None,
+        copy_meanwhile: bool = True,
     ) -> Any:
-        """Run a recorded call under place-holders. Rolls it back on any exception (rule 5)."""
+        """Run a recorded call under place-holders. Rolls it back on any exception (rule 5).
+
+        copy_meanwhile: what moves of its arguments is copied while it runs, if it is certain to be held. Else after it.
+        """
+        if self.flush is not None and copy_meanwhile and any(leaf.requires_grad for leaf in leaves):
+            self.flush()
         versions = [version_of(tensor) for tensor in leaves]
         pack = call.packer(self, kept_addresses)
         if on_pack is not None:
@@ -264,6 +272,11 @@ class Segment:
             if self.calls and self.calls[-1] is call:
                 self.calls.pop()
             raise
+        finally:
+            if len(self.calls) == 1 and call.complete and not call.drops:
+                self.externals.clear()  # it holds nothing for anybody
+            if self.flush is not None:
+                self.flush()
         if register_outputs:
             self._register(output)
         return output

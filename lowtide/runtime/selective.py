@@ -39,14 +39,11 @@ from lowtide.runtime.kernel_arguments import (
     storage_bytes,
     tensors_among,
 )
-from lowtide.runtime.placeholder import Packed, PlaceHolder, address_of, nobody, unpack
+from lowtide.runtime.placeholder import Hold, Hooks, PlaceHolder, address_of, held_elsewhere, nobody, unpack
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
     from lowtide.runtime.segment import Call, Collector, Segment
-
-Hold = Callable[[torch.Tensor], Packed | None]
-Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 MOST_KEPT = 4
 """A kernel is recomputed where keeping it would take more than so many times the bytes of its outputs."""
@@ -58,27 +55,24 @@ _READ = "it reads its saved tensors in its own forward, so attention is recomput
 
 
 class Kept:
-    """A tensor that a kernel saved or returned: in ``hold``'s ticket, packed by the hooks outside, or as it is."""
+    """A tensor that a kernel saved or returned: held elsewhere, or as it is."""
 
-    __slots__ = ("changed", "moved", "name", "packed", "unpack", "version")
+    __slots__ = ("changed", "held", "name", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, hold: Hold | None, outside: Hooks | None, name: str) -> None:
         self.name = name
         self.version = tensor._version
         self.changed = False
-        self.unpack: Callable[[Any], torch.Tensor] | None = None
-        self.moved = False
-        self.packed: Any
-        if hold is not None and (ticket := hold(tensor)) is not None:
-            self.packed, self.unpack, self.moved = ticket, unpack, ticket.moved
-        elif outside is not None:
-            self.packed, self.unpack = outside[0](tensor.detach()), outside[1]
-        else:
-            self.packed = tensor.detach()
+        self.held = held_elsewhere(tensor, hold, outside)
+        self.tensor = tensor.detach() if self.held is None else None
+
+    @property
+    def moved(self) -> bool:
+        return self.held is not None and self.held.moved
 
     def is_changed(self) -> bool:
-        """Whether it was changed in place after the kernel. What is packed is watched to the end of the block only."""
-        return self.changed or (self.unpack is None and self.packed._version != self.version)
+        """Whether it was changed in place after the kernel; of what is held elsewhere, before the block's end."""
+        return self.changed or (self.tensor is not None and self.tensor._version != self.version)
 
     def take(self) -> torch.Tensor:
         if self.is_changed():
@@ -86,7 +80,10 @@ class Kept:
                 f"{self.name}: what its attention kernel needs for the gradient was modified by an inplace operation "
                 "before its backward. A plain run raises the same error."
             )
-        return self.packed if self.unpack is None else self.unpack(self.packed)
+        if self.held is not None:
+            return self.held.take()
+        assert self.tensor is not None
+        return self.tensor
 
 
 class _Undecided:
@@ -208,7 +205,7 @@ class KernelLog:
 
     def keep(self, tensor: torch.Tensor, name: str) -> Kept:
         kept = Kept(tensor, self.hold, self._outside, name)
-        if kept.unpack is not None:
+        if kept.held is not None:
             self._packed.append((kept, tensor.detach()))
         if self.on_keep is not None:
             self.on_keep(tensor, kept.moved)

@@ -25,6 +25,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.errors import ConfigError, ReplayError
+from lowtide.plan.schedule import MAX_SIZES, MIN_BYTES
 from lowtide.runtime.entry import Copied, Entry, Ticket, Waking
 from lowtide.runtime.link import Lane, Link, Times, link_to, simulated
 from lowtide.runtime.placeholder import Weight, version_of
@@ -32,8 +33,6 @@ from lowtide.runtime.pool import Pool, pinner
 from lowtide.runtime.receipt import Copies
 from lowtide.runtime.weights import is_activation, weight_keys
 
-MIN_BYTES = 2**20
-MAX_SIZES = 12
 _AHEAD_BYTES = 256 * 2**20  # where no block tells how much is read at a time
 _BATCH_BYTES = 64 * 2**20  # copies are started together until they are worth a start of their own
 _TIDY = 1024  # entries

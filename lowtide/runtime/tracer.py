@@ -23,7 +23,7 @@ from lowtide.runtime.context import Context, Provider, accelerator, default_gene
 from lowtide.runtime.entry_points import EntryPoint
 from lowtide.runtime.flatten import Leaves, OpaqueArgument, flatten_call
 from lowtide.runtime.ledger import Ledger
-from lowtide.runtime.placeholder import Packed, packs_outside
+from lowtide.runtime.placeholder import Hold, packs_outside
 from lowtide.runtime.segment import Call, Nesting, Segment
 from lowtide.runtime.selective import KernelLog
 from lowtide.runtime.store import Store
@@ -77,12 +77,14 @@ class Tracer:
         if unit.treatment == SELECTIVE:
             call.kernels = self._kernel_log(unit)
         segment.record(call, arguments, leaves, self._generators(leaves))
-        if self.store is None:
-            output = self._record(unit, segment, call, args, kwargs, leaves)
-        else:
-            output = self._record_with_store(self.store, unit, segment, call, args, kwargs, leaves)
+        output = self._record(unit, segment, call, args, kwargs, leaves)
         self.ledger.end_call(unit.record, segment, call)
+        self._settle(unit)
         return output
+
+    def _settle(self, unit: Unit) -> None:
+        if self.store is not None and unit.settles:
+            self.store.settle()
 
     def run_eagerly(
         self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -120,9 +122,10 @@ class Tracer:
                 return segment
             if unit.treatment in IN_SEGMENTS:
                 self.ledger.fall_back(unit.record, reason)
-        return Segment(self.context, self.accelerator, self.nesting, hold=self._holder(unit))
+        flush = self.store.flush if self.store is not None else None
+        return Segment(self.context, self.accelerator, self.nesting, hold=self._holder(unit), flush=flush)
 
-    def _holder(self, unit: Unit) -> Callable[[torch.Tensor], Packed | None] | None:
+    def _holder(self, unit: Unit) -> Hold | None:
         """How a segment holds what it is given."""
         if self.store is None or self._others_pack():
             return None
@@ -153,30 +156,6 @@ class Tracer:
     def _has_room(segment: Segment, unit: Unit) -> bool:
         return segment.position < unit.position and len(segment.calls) < unit.width  # rule 7
 
-    def _record_with_store(
-        self,
-        store: Store,
-        unit: Unit,
-        segment: Segment,
-        call: Call,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        leaves: list[torch.Tensor],
-    ) -> Any:
-        # A whole block takes its time: what it was given can be copied meanwhile, if it is to be held.
-        if unit.treatment != FFN and any(leaf.requires_grad for leaf in leaves):
-            store.flush()
-        try:
-            output = self._record(unit, segment, call, args, kwargs, leaves)
-            if not call.drops and len(segment.calls) == 1:  # it holds nothing for anybody
-                self.ledger.end_call(unit.record, segment, call)
-                segment.externals.clear()
-        finally:
-            store.flush()
-        if unit.settles:
-            store.settle()
-        return output
-
     def _record(
         self,
         unit: Unit,
@@ -200,6 +179,7 @@ class Tracer:
                 kept_addresses=_weight_addresses(call) if alone else frozenset(),
                 register_outputs=more,
                 on_pack=self.ledger.packer(unit.record),
+                copy_meanwhile=unit.treatment != FFN,
             )
         except BaseException:  # rule 5
             self.nesting.open.pop(unit.group, None)
@@ -236,12 +216,12 @@ class Tracer:
         if store is not None:
             store.enter_block(unit.record.number, unit.record.name)
         if store is None or not unit.moves or reason is not None:
-            output = self._with_hooks(self.ledger.keeping_hooks(unit.record), original, module, args, kwargs)
-            if store is not None and unit.settles:
-                store.settle()
-            return output
-        pack = store.pack if SAVED in unit.moves else store.share
-        return self._with_hooks(self.ledger.moving_hooks(unit.record, pack), original, module, args, kwargs)
+            hooks = self.ledger.keeping_hooks(unit.record)
+        else:
+            hooks = self.ledger.moving_hooks(unit.record, store.pack if SAVED in unit.moves else store.share)
+        output = self._with_hooks(hooks, original, module, args, kwargs)
+        self._settle(unit)
+        return output
 
     def _move(
         self,

@@ -72,11 +72,10 @@ def units_of(
             yield name, block, unit
             for number, chain in enumerate(chains):
                 yield from _chain_units(name, record, number, chain, unit)
-            for side in (MOVED, WAKES):
-                moves = unit.moves if side == MOVED else unit.wakes
-                if unit.treatment == KEPT and ATTENTION in moves and SAVED not in unit.moves:
-                    for path, module in stack.attention_sides(block):
-                        yield f"{name}.{path}", module, Unit(weakref.ref(module), record, side, (block, path))
+            if unit.treatment == KEPT and ATTENTION in unit.moves | unit.wakes and SAVED not in unit.moves:
+                side = MOVED if ATTENTION in unit.moves else WAKES
+                for path, module in stack.attention_sides(block):
+                    yield f"{name}.{path}", module, Unit(weakref.ref(module), record, side, (block, path))
 
 
 def _chain_units(

@@ -23,7 +23,7 @@ from lowtide.runtime.receipt import Receipt
 from tests.integration import models
 from tests.runtime.links import LateLink, use_link
 from tests.runtime.test_survival import ChangesArgument, Fails, PopsSkips, StructuredChain, UsesAll
-from tests.runtime.toys import Block, Chain, assert_equal, inputs, step
+from tests.runtime.toys import Block, Chain, assert_equal, inputs, second_order, step, twice
 
 DEPTH = 6
 
@@ -357,18 +357,10 @@ def test_backward_of_two_graphs_in_both_orders(setting: dict[str, Any], order: t
 @settings(ALL)
 def test_retain_graph_and_backward_twice(setting: dict[str, Any]) -> None:
     model, x = transformers(dropout=0.0), inputs()
-
-    def twice() -> dict[str, torch.Tensor]:
-        model.zero_grad()
-        loss = model(x).square().sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    plain = twice()
+    plain = twice(model, x)
     with attached(model, **setting) as handle:
         for _ in range(2):
-            assert_equal(plain, twice())
+            assert_equal(plain, twice(model, x))
         assert handle.receipt().copies.pool["in_use_bytes"] == 0
         assert handle.receipt().copies.d2h_bytes > 0
 
@@ -377,17 +369,10 @@ def test_retain_graph_and_backward_twice(setting: dict[str, Any]) -> None:
 def test_double_backward(setting: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model, x = Chain([Block() for _ in range(DEPTH)]), inputs().requires_grad_()
-
-    def second_order() -> dict[str, torch.Tensor]:
-        model.zero_grad()
-        (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-        grad.square().sum().backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    plain = second_order()
+    plain = second_order(model, x)
     with attached(model, **setting) as handle:
         for _ in range(2):
-            assert_equal(plain, second_order())
+            assert_equal(plain, second_order(model, x))
         assert handle.receipt().copies.pool["in_use_bytes"] == 0
 
 

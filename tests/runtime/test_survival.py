@@ -13,7 +13,17 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide
 from lowtide.errors import ConfigError, ReplayError
-from tests.runtime.toys import Block, Chain, assert_equal, assert_same_as_plain, chain, inputs, step
+from tests.runtime.toys import (
+    Block,
+    Chain,
+    assert_equal,
+    assert_same_as_plain,
+    chain,
+    inputs,
+    second_order,
+    step,
+    twice,
+)
 
 INTERVALS = [{}, {"interval": 2}, {"interval": 3}, {"interval": 2, "segment_stride": 4}]
 
@@ -205,33 +215,18 @@ def test_lora_only_in_a_late_layer_of_each_block(setting: dict[str, int]) -> Non
 
 def test_retain_graph_and_backward_twice() -> None:
     model, x = chain(), inputs()
-
-    def twice() -> dict[str, torch.Tensor]:
-        model.zero_grad()
-        loss = model(x).square().sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    plain = twice()
+    plain = twice(model, x)
     for setting in INTERVALS:
         with lowtide.attach(model, **setting):  # type: ignore[arg-type]
-            assert_equal(plain, twice())
+            assert_equal(plain, twice(model, x))
 
 
 def test_double_backward() -> None:
     model, x = chain(), inputs().requires_grad_()
-
-    def second_order() -> dict[str, torch.Tensor]:
-        model.zero_grad()
-        (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-        grad.square().sum().backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    plain = second_order()
+    plain = second_order(model, x)
     for setting in INTERVALS:
         with lowtide.attach(model, **setting) as handle:  # type: ignore[arg-type]
-            assert_equal(plain, second_order())
+            assert_equal(plain, second_order(model, x))
             assert handle.receipt().totals["recompute_calls"] > 0
 
 

@@ -65,6 +65,27 @@ def step(model: nn.Module, run: Callable[[], torch.Tensor], seed: int = 5) -> di
     return {"output": output.detach().clone(), **found}
 
 
+def twice(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    """Gradients by parameter name after two backwards over one graph."""
+    model.zero_grad()
+    loss = model(x).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return _gradients(model)
+
+
+def second_order(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    """Gradients by parameter name of the squared gradient of ``x``."""
+    model.zero_grad()
+    (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    grad.square().sum().backward()
+    return _gradients(model)
+
+
+def _gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
 def assert_equal(a: dict[str, torch.Tensor | None], b: dict[str, torch.Tensor | None]) -> None:
     assert a.keys() == b.keys()
     for name, left in a.items():
