@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from provenance import provenance
-from synthetic import WIDTH, Synthetic
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch_checkpoint import checkpointed
 
 import lowtide
+from lowtide.bench.provenance import provenance
+from lowtide.bench.synthetic import WIDTH, Synthetic
+from lowtide.bench.torch_checkpoint import checkpointed
 
 RESULTS = Path(__file__).parent / "results" / "card.jsonl"
 SHAPES = ((16, 1024), (16, 4096), (16, 16384), (32, 4096))

@@ -28,11 +28,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from provenance import provenance
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide
+from lowtide.bench.provenance import provenance
 from lowtide.testing import cpu_offload
 
 RESULTS = Path(__file__).parent / "results" / "host_overhead.jsonl"

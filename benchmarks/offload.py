@@ -30,16 +30,16 @@ from typing import Any
 import torch
 from offload_modes import MIXED, MODES, Enter, by_schedule
 from pinned_cache import pinned_once
-from provenance import provenance
 from torch.nn.attention import sdpa_kernel
 from visits import GIB, Row, Visitor
 from works import WORKS, Work
+
+from lowtide.bench.provenance import link_rates, provenance
 
 RESULTS = Path(__file__).parent / "results" / "offload.jsonl"
 NOT_BY_DEFAULT = ("sdxl",)
 AGAIN = ("torch-checkpoint", "none")
 """Visited once more at the end: every ratio is taken to them, and they cost no pinned memory."""
-LINK_BYTES = 256 * 2**20
 GOALS: dict[str, tuple[tuple[str, float, float], ...]] = {
     "16x16384": (("*", 1.05, 5.7), ("attention-offload", 1.005, 12.8)),
     "16x4096": (("*", 1.18, 4.3),),
@@ -74,24 +74,6 @@ def measure(work: Work, modes: Mapping[str, Enter], options: argparse.Namespace,
         if mode in rows and rows[mode].error is None:
             visitor.visit(mode, modes[mode], rows[mode], steps)
     return rows
-
-
-def link_rates() -> dict[str, float]:
-    """GB/s of pinned copies to CPU memory, and back, one alone at a time."""
-    here, there = torch.empty(LINK_BYTES, dtype=torch.uint8, device="cuda"), torch.empty(LINK_BYTES, dtype=torch.uint8)
-    there = there.pin_memory()
-    rates = {}
-    for direction, (to, source) in {"d2h": (there, here), "h2d": (here, there)}.items():
-        times_ms = []
-        for _ in range(6):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            to.copy_(source, non_blocking=True)
-            end.record()
-            end.synchronize()
-            times_ms.append(start.elapsed_time(end))
-        rates[f"{direction}_gb_per_s"] = LINK_BYTES / 1e6 / statistics.median(times_ms[1:])
-    return rates
 
 
 def figures(row: Row, plain: Row, by_torch: Row | None) -> dict[str, Any]:

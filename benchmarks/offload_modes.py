@@ -14,10 +14,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_checkpoint import checkpointed
 from works import Task
 
 import lowtide
+from lowtide.bench.torch_checkpoint import checkpointed
 from lowtide.errors import ConfigError
 from lowtide.plan.schedule import KEPT, Schedule, mixed
 from lowtide.runtime.resolve import ResolvedStack

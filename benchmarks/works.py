@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from synthetic import HEADS, WIDTH, Synthetic
 from torch import nn
 from torch.nn.attention import SDPBackend
 
 from lowtide import families
+from lowtide.bench.synthetic import HEADS, WIDTH, Synthetic
 from lowtide.measure.build import build_model
 from lowtide.measure.inputs import build_inputs
 from lowtide.runtime.resolve import ResolvedStack, resolve

@@ -1,6 +1,7 @@
 """``lowtide.attach``: from the user's settings to a model whose blocks are recomputed in backward."""
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -12,8 +13,9 @@ from lowtide.attention_backend import entry_points, providers
 from lowtide.controls import CheckpointConfig
 from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.families.row import Stack
-from lowtide.inert import inert
-from lowtide.plan.schedule import ATTENTION, FFN, MAX_SIZES, MIN_BYTES, SELECTIVE, Schedule
+from lowtide.inert import ignored, inert
+from lowtide.keys import is_unset
+from lowtide.plan.schedule import ATTENTION, FFN, KEPT, MAX_SIZES, MIN_BYTES, MOVES, SELECTIVE, Schedule
 from lowtide.runtime.ledger import BlockRecord, Ledger
 from lowtide.runtime.receipt import BlockReceipt, Copies, Note, Receipt
 from lowtide.runtime.resolve import ResolvedStack, child, resolve
@@ -21,6 +23,18 @@ from lowtide.runtime.store import Store, accelerator_or_simulated
 from lowtide.runtime.swap import intercept, release
 from lowtide.runtime.tracer import Tracer
 from lowtide.runtime.unit import units_of
+
+RUNS_LAST = "runs last, stays on the device"
+"""Why a block of which something would wait in CPU memory keeps it."""
+
+_PREFIX = "gradient_checkpointing"
+
+
+class _NotGiven(str):
+    """A default value that is told from the same value when somebody gives it."""
+
+
+_TORCH = _NotGiven("torch")
 
 
 class Handle:
@@ -31,6 +45,8 @@ class Handle:
         wanted, schedule = schedule, without_last_round_trip(schedule, [stack.name for stack in stacks])
         self.schedule = schedule
         self.config = config
+        self._stay = held_back(stacks, wanted, schedule)
+        self._ignored = tuple(ignored(config, depths_of(stacks, config)))
         self._store = _store(model, schedule, config)
         self._ledger = Ledger(model, self._store)
         units = list(units_of(stacks, schedule, wanted, self._ledger, config.scope))
@@ -44,10 +60,12 @@ class Handle:
         ledger = self._ledger
         blocks = tuple(self._block(number, record) for number, record in enumerate(ledger.records))
         copies = self._store.copies() if self._store is not None else Copies()
+        never = {note.subject for note in self._ignored}
         return Receipt(
             blocks=blocks,
             copies=copies,
-            inert=tuple(inert(self.config, blocks, copies)),
+            inert=tuple(note for note in inert(self.config, blocks, copies) if note.subject not in never),
+            ignored=self._ignored,
             fallbacks=tuple(Note(name, reason) for name, reason in ledger.fallbacks.items()),
             warnings=tuple(self._warnings()),
         )
@@ -60,12 +78,17 @@ class Handle:
             index=record.index,
             treatment=self._treatment(record),
             segment=record.segment,
-            reason=record.reason if record.forward_calls else "not called",
+            reason=self._reason(record),
             recompute_calls=record.recompute_calls,
             kept_bytes=storages.held_bytes(number) if storages is not None else 0,
             cpu_bytes=storages.moved_bytes(number) if storages is not None else 0,
             recomputed_bytes=storages.dropped_bytes(number) if storages is not None else 0,
         )
+
+    def _reason(self, record: BlockRecord) -> str | None:
+        if not record.forward_calls:
+            return "not called"
+        return record.reason or (RUNS_LAST if record.name in self._stay else None)
 
     def _treatment(self, record: BlockRecord) -> str:
         moves = self.schedule.stacks[record.stack].moves[record.index] and record.treatment == record.planned
@@ -128,7 +151,7 @@ class Handle:
 def attach(
     model: nn.Module,
     *,
-    backend: str | None = "torch",
+    backend: str | None = _TORCH,
     interval: int | None = None,
     segment_stride: int | None = None,
     offload_attention: bool = False,
@@ -159,8 +182,7 @@ def attach(
     et al., arXiv:1604.06174. Offload beside computation: Rhu et al. (vDNN), arXiv:1602.08124.
     """
     if unknown:
-        CheckpointConfig(**unknown)  # raises the error that names the nearest key
-        raise ConfigError(f"attach() does not take {', '.join(unknown)}")
+        _refuse(unknown)
     if schedule is not None and not isinstance(schedule, Schedule):
         raise ConfigError(f"schedule must be a lowtide.plan.schedule.Schedule, not {type(schedule).__name__}")
     _check_own_switch(model)
@@ -179,6 +201,7 @@ def attach(
             backend, interval, segment_stride, offload_attention, offload_pin_memory_max_buckets, offload_min_bytes
         )
         schedule = schedule_for(stacks, config, type(root).__name__)
+        _warn_of_ignored(config, stacks, type(root).__name__)
     return Handle(root, stacks, schedule, config)
 
 
@@ -188,6 +211,11 @@ def schedule_for(stacks: list[ResolvedStack], config: CheckpointConfig, model: s
     has_feed_forward = {stack.name: stack.has_feed_forward for stack in stacks}
     has_attention = {stack.name: stack.has_attention for stack in stacks}
     return config.schedule_for(depths, has_feed_forward, has_attention, model=model)
+
+
+def depths_of(stacks: Sequence[ResolvedStack], config: CheckpointConfig) -> list[int]:
+    """Of the stacks that interval and segment stride are about."""
+    return [len(stack.blocks) for stack in stacks if config.scope != FFN or stack.has_feed_forward]
 
 
 def without_last_round_trip(schedule: Schedule, stacks: Sequence[str]) -> Schedule:
@@ -201,6 +229,24 @@ def without_last_round_trip(schedule: Schedule, stacks: Sequence[str]) -> Schedu
     stay = {end} if segment is None else set(plan.blocks_of(segment))
     moves = tuple(frozenset() if index in stay else moves for index, moves in enumerate(plan.moves))
     return replace(schedule, stacks={**schedule.stacks, last: replace(plan, moves=moves)})
+
+
+def movable(stack: ResolvedStack, block: nn.Module, treatment: str) -> frozenset[str]:
+    """What of this block can wait in CPU memory, of ``plan.schedule.MOVES``."""
+    if treatment == FFN and not stack.chains(block):
+        treatment = KEPT
+    return MOVES[treatment] if stack.attention_sides(block) else MOVES[treatment] - {ATTENTION}
+
+
+def held_back(stacks: Sequence[ResolvedStack], wanted: Schedule, schedule: Schedule) -> set[str]:
+    """Names of the blocks of which something would move, as ``wanted``, if they did not run last."""
+    last = stacks[-1]
+    before, after = wanted.stacks[last.name], schedule.stacks[last.name]
+    return {
+        name
+        for index, (name, block) in enumerate(last.blocks)
+        if (before.moves[index] - after.moves[index]) & movable(last, block, before.treatments[index])
+    }
 
 
 def _store(model: nn.Module, schedule: Schedule, config: CheckpointConfig) -> Store | None:
@@ -247,10 +293,36 @@ def _check_own_switch(model: nn.Module) -> None:
 def _check_exclusive(
     backend: str | None, interval: int | None, segment_stride: int | None, offload_attention: bool
 ) -> None:
-    if backend not in (None, "torch") or interval is not None or segment_stride is not None or offload_attention:
+    given = {
+        "backend": backend is not _TORCH and not is_unset(backend),
+        "interval": interval is not None,
+        "segment_stride": segment_stride is not None,
+        "offload_attention": offload_attention,
+    }
+    wrong = [name for name, is_given in given.items() if is_given]
+    if wrong:
+        raise ConfigError(f"`schedule` says by itself what is done with every block: leave {', '.join(wrong)} out.")
+
+
+def _refuse(unknown: Mapping[str, Any]) -> None:
+    """Raises the error for arguments that ``attach`` does not have: the nearest one, or its spelling here."""
+    if _PREFIX in unknown:
         raise ConfigError(
-            "`schedule` is complete by itself: leave backend, interval, segment_stride and offload_attention out."
+            f"attach() has no {_PREFIX!r}: attaching switches recomputation on, and backend=None is the spelling of "
+            f"{_PREFIX}=False here."
         )
+    names = {key: key.removeprefix(f"{_PREFIX}_") for key in unknown}
+    CheckpointConfig(**{names[key]: value for key, value in unknown.items()})  # raises where no key has that name
+    given = ", ".join(f"{name!r}, not {key!r}" for key, name in names.items())
+    raise ConfigError(f"attach() takes {given}: the longer names are those of configuration files.")
+
+
+def _warn_of_ignored(config: CheckpointConfig, stacks: Sequence[ResolvedStack], model: str) -> None:
+    depths = depths_of(stacks, config)
+    if (config.interval or 1) > max(depths, default=0):
+        return  # the controls have said that the interval is wider than every stack
+    for note in ignored(config, depths):
+        warnings.warn(f"{note.subject} is ignored for {model}: {note.reason}.", stacklevel=3)
 
 
 def _check_schedule(schedule: Schedule, stacks: list[ResolvedStack]) -> None:

@@ -1,14 +1,43 @@
-"""Options that were honoured and changed no treatment in a step: the receipt lists them."""
+"""Options that changed no treatment in a step, or never can with a model: receipts and inspections list them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from lowtide.controls import CheckpointConfig
 from lowtide.plan.schedule import IN_SEGMENTS, KEPT, WHOLE
 from lowtide.runtime.receipt import BlockReceipt, Copies, Note
 
+RECOMPUTED = "attention is recomputed"
+MOVED_ALREADY = "the outputs of the attention kernels wait in CPU memory already"
+
+
+def ignored(config: CheckpointConfig, depths: Iterable[int]) -> Iterator[Note]:
+    """What of ``config`` a model with stacks of these depths can never honour, and why."""
+    deepest, width = max(depths, default=0), config.interval or 1
+    if width > 1 and deepest == 1:
+        yield Note("interval", "no block stack of this model has more than one block")
+    if config.segment_stride is not None and deepest <= width:
+        blocks = "one block" if width == 1 else f"{width} blocks"
+        yield Note("segment_stride", f"no block stack of this model has more than {blocks}, so there is no gap")
+
+
+def attention_offload(config: CheckpointConfig, blocks: Sequence[tuple[str, bool]]) -> Iterator[Note]:
+    """Where attention offload will move nothing. blocks: each one's treatment, and whether it has softmax attention."""
+    if not config.offload_attention:
+        return
+    if config.backend == "unsloth-selective" and config.scope is not None:
+        yield Note("offload_attention", MOVED_ALREADY)
+    with_attention = [treatment for treatment, has_attention in blocks if has_attention]
+    without, recomputed = len(blocks) - len(with_attention), with_attention.count(WHOLE)
+    if recomputed == len(with_attention):
+        yield Note("offload_attention", RECOMPUTED)
+    elif recomputed:
+        yield Note("offload_attention", f"{RECOMPUTED} in {recomputed} of {len(blocks)} blocks")
+    if without and recomputed < len(with_attention):
+        yield Note("offload_attention", f"{without} of {len(blocks)} blocks have no softmax attention")
+
 
 def inert(config: CheckpointConfig, blocks: Sequence[BlockReceipt], copies: Copies) -> Iterator[Note]:
-    """What of ``config`` changed nothing, and why."""
+    """What of ``config`` changed nothing in a step, and why."""
     treatments = {block.name: block.treatment.removesuffix("+offload") for block in blocks}
     in_segments = [b for b in blocks if treatments[b.name] in IN_SEGMENTS and b.segment is not None]
     interval, stride = config.interval or 1, config.segment_stride
@@ -20,9 +49,9 @@ def inert(config: CheckpointConfig, blocks: Sequence[BlockReceipt], copies: Copi
     if treated and not any(block.recompute_calls for block in treated):
         yield Note("backend", "nothing was recomputed in this step: no backward yet, or no block needed a gradient")
     if config.offload_attention and set(treatments.values()) == {WHOLE}:
-        yield Note("offload_attention", "attention is recomputed")
+        yield Note("offload_attention", RECOMPUTED)
     elif config.offload_attention and config.backend == "unsloth-selective":
-        yield Note("offload_attention", "the outputs of the attention kernels wait in CPU memory already")
+        yield Note("offload_attention", MOVED_ALREADY)
     elif not copies.d2h_bytes and any(block.kept_bytes for block in blocks):
         moving = any(block.treatment.endswith("+offload") for block in blocks)
         if not config.moves and not moving:

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 import lowtide
-from lowtide.cli import cache, families, inspect, train, verify
+from lowtide.cli import bench, bench_report, cache, families, inspect, train, verify
 from lowtide.cli.output import say
 from lowtide.errors import LowtideError, MachineError
 
@@ -94,10 +94,21 @@ def _flushed(code: Any) -> Any:
     return code
 
 
+benchmarks = typer.Typer(
+    cls=Commands,
+    help="Measure seconds a step and peak memory, mode by mode; report and compare what was measured.",
+    no_args_is_help=True,
+)
+benchmarks.command("synthetic")(bench.synthetic)
+benchmarks.command("family")(bench.family)
+benchmarks.command("report")(bench_report.report)
+benchmarks.command("compare")(bench_report.compare)
+
 app.command("families")(families.families)
 app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
 app.command("cache")(cache.cache)
+app.add_typer(benchmarks, name="bench")
 app.command("train")(train.train)
 
 

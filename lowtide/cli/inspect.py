@@ -1,7 +1,9 @@
 """``lowtide inspect``: what a setting would do with every block of a model, without weights and without a GPU."""
 
+import json as json_text
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,6 +13,7 @@ from lowtide.cli.options import AsJson, Backend, Interval, OffloadAttention, Off
 from lowtide.cli.output import count_in_words, show, show_json, working
 from lowtide.cli.spans import add_stack, block_table
 from lowtide.controls import CheckpointConfig
+from lowtide.errors import ConfigError
 
 
 class Size(StrEnum):
@@ -20,6 +23,24 @@ class Size(StrEnum):
     real = "real"
 
 
+class Device(StrEnum):
+    """Where a model is built."""
+
+    meta = "meta"
+    cpu = "cpu"
+
+
+_Inputs = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE|JSON",
+        help="For a model of no known family: the arguments of its forward, as a JSON object of names and shapes. One "
+        "forward is run, and compared with what structure shows.",
+    ),
+]
+_Device = Annotated[
+    Device, typer.Option(help="meta needs no weights; cpu reads them, for a forward that depends on values.")
+]
 _SizeOption = Annotated[Size, typer.Option(help="Which configuration of a family to build. A folder has its own.")]
 
 
@@ -31,21 +52,39 @@ def inspect(
     offload_attention: OffloadAttention = False,
     offload_min_bytes: OffloadMinBytes = None,
     size: _SizeOption = Size.real,
+    inputs: _Inputs = None,
+    device: _Device = Device.meta,
     json: AsJson = False,
 ) -> None:
     """Show which blocks of a model a setting keeps, recomputes, recomputes as one segment, and offloads."""
     config = CheckpointConfig.for_attach(
         backend, interval, segment_stride, offload_attention, offload_min_bytes=offload_min_bytes
     )
+    shapes = None if inputs is None else _shapes(inputs)
     with working():
         from lowtide.measure.build import open_target
         from lowtide.measure.inspection import inspect_target
+        from lowtide.measure.watch import inputs_of
 
-        result = inspect_target(open_target(target, size.value, device="meta"), config).as_dict()
+        opened = open_target(target, size.value, device=device.value)
+        given = None if shapes is None else inputs_of(shapes, opened.model)
+        result = inspect_target(opened, config, given).as_dict()
     if json:
         show_json(result)
     else:
         show(_heading(result), _table(result), *_remarks(result))
+
+
+def _shapes(inputs: str) -> dict[str, Any]:
+    """The JSON object that ``--inputs`` gives, itself or in a file. Raises ConfigError where it is none."""
+    try:
+        text = inputs if inputs.lstrip().startswith("{") else Path(inputs).read_text(encoding="utf-8")
+        shapes = json_text.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the inputs {inputs!r}: {error}") from error
+    if not isinstance(shapes, dict):
+        raise ConfigError('inputs must be a JSON object of names and shapes, as in {"hidden_states": [1, 4, 32, 32]}')
+    return shapes
 
 
 def _heading(result: Mapping[str, Any]) -> str:
@@ -71,11 +110,26 @@ def _table(result: Mapping[str, Any]) -> Table:
 
 
 def _remarks(result: Mapping[str, Any]) -> Iterator[str]:
+    for kind in ("inert", "ignored"):
+        for note in result[kind]:
+            yield f"\n{kind}: {note['option']}: {note['reason']}"
     yield f"\nBackends that this model can run: {', '.join(result['scopes'])}."
     found = [stack for stack in result["stacks"] if stack["found"]]
     if found:
         yield "\nNo family describes this class: its block stacks were found by structure."
     for stack in found:
         yield f"  {stack['name']}: {', '.join(stack['block_classes'])}"
-        yield f"    feed-forward: {', '.join(stack['feed_forward']) or 'none found'}"
-        yield f"    attention: {', '.join(stack['attention']) or 'none found'}"
+        yield f"    {stack['certainty']}: {'; '.join(stack['why'])}"
+        yield f"    feed-forward: {_sides(stack, 'feed_forward')}"
+        yield f"    attention: {_sides(stack, 'attention')}"
+    for missed in result["missed"]:
+        yield f"  in no stack, though called one after another: {', '.join(missed['names'])} ({missed['class']})"
+    if any(stack["certainty"] == "structure" for stack in found):
+        yield "With --inputs a forward is run that confirms this, or says what is doubtful."
+
+
+def _sides(stack: Mapping[str, Any], key: str) -> str:
+    """Paths of submodules; behind a doubtful one, why."""
+    doubts = {path: side["why"] for path, side in stack["sides"].items() if side["certainty"] == "doubtful"}
+    names = [f"{path} (doubtful: {'; '.join(doubts[path])})" if path in doubts else path for path in stack[key]]
+    return ", ".join(names) or "none found"

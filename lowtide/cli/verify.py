@@ -68,7 +68,7 @@ def _verified(target: str, config: CheckpointConfig) -> dict[str, Any]:
         "class": class_of(opened.model),
         "family": opened.family.key if opened.family else None,
         "settings": config.attach_arguments(),
-        "offload": _SIMULATED if config.moves else None,
+        "offload": _SIMULATED if report.receipt["totals"]["d2h_bytes"] else None,
         "same": report.same,
         "loss": report.loss,
         "gradients": report.gradients,

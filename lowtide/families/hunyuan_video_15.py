@@ -1,7 +1,7 @@
 """HunyuanVideo 1.5: the refiner and the double blocks of 1.0. Nothing reads the text output of the last block."""
 
 from lowtide.families.hunyuan_video import REFINER
-from lowtide.families.inputs import mask, rand, randn, zeros
+from lowtide.families.inputs import mask, rand, randn, read, zeros
 from lowtide.families.joint_streams import DOUBLE
 from lowtide.families.row import Build, Family
 
@@ -13,7 +13,7 @@ _INPUTS = {
     "encoder_attention_mask": mask("B", "T", lengths=("T", "T-2")),
     "encoder_hidden_states_2": randn("B", "T2", "E2"),
     "encoder_attention_mask_2": mask("B", "T2", lengths=("T2", "T2-1")),
-    "image_embeds": randn("B", "TI", "EI"),
+    "image_embeds": read(randn("B", "TI", "EI")),  # without an image they are all zero
 }
 
 ROWS = (
@@ -63,7 +63,7 @@ ROWS = (
         ),
         parameters=8_326_608_160,
         published="8.3B",
-        variants={"text to video": {"image_embeds": zeros("B", "TI", "EI", dtype="compute")}},
+        variants={"text to video": {"image_embeds": read(zeros("B", "TI", "EI", dtype="compute"))}},
         sizes={"C": "in_channels", "E": "text_embed_dim", "E2": "text_embed_2_dim", "EI": "image_embed_dim"},
         block_classes=("HunyuanVideo15IndividualTokenRefinerBlock", "HunyuanVideo15TransformerBlock"),
     ),

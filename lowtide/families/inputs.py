@@ -70,6 +70,14 @@ def per_row(*values: Size) -> Node:
     return {"gen": "per_row", "shape": ["B"], "dtype": "int64", "values": list(values)}
 
 
+def read(item: Node) -> Node:
+    """A floating-point tensor whose values the forward asks for: it has them even where others have shapes only.
+
+    Whole numbers and masks always have theirs.
+    """
+    return item | {"read": True}
+
+
 def joined(*items: Node, dim: int) -> Node:
     """Tensors, concatenated."""
     return {"cat": list(items), "dim": dim}

@@ -46,7 +46,7 @@ ROWS = (
         ),
         real=Build(
             config={},
-            vars={"B": 1, "FR": 97, "H": 512, "W": 704, "C": 128, "T": 256, "E": 4096},
+            vars={"B": 1, "FR": 49, "H": 512, "W": 768, "C": 128, "T": 256, "E": 4096},
             let=_LET,
             inputs=_INPUTS,
         ),

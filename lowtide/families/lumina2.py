@@ -45,7 +45,7 @@ ROWS = (
         ),
         real=Build(
             config={"cap_feat_dim": 2304, "axes_lens": (300, 512, 512)},
-            vars={"B": 1, "H": 1024, "W": 1024, "C": 16, "T": 256, "E": 2304},
+            vars={"B": 2, "H": 512, "W": 512, "C": 16, "T": 256, "E": 2304},
             let=_LET,
             inputs=_INPUTS,
         ),

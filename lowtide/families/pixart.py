@@ -52,7 +52,7 @@ ROWS = (
                 "interpolation_scale": 2,
                 "use_additional_conditions": False,
             },
-            vars={"B": 1, "H": 1024, "W": 1024, "C": 4, "T": 300, "E": 4096},
+            vars={"B": 3, "H": 1024, "W": 1024, "C": 4, "T": 300, "E": 4096},
             let=_LET,
             inputs=_INPUTS,
         ),

@@ -49,6 +49,7 @@ class Build:
 class Family:
     """One model family: names, class, stacks, a tiny and a real configuration.
 
+    real: its sizes are those of the public sweep's example, where that has the family (``bench.reference``).
     parameters: count of the real configuration. published: the size its makers state, as text.
     variants: further inputs of the tiny configuration, by name (a ControlNet residual, say): they are merged over
         ``tiny.inputs``.

@@ -44,7 +44,7 @@ ROWS = (
         ),
         real=Build(
             config={},
-            vars={"B": 1, "H": 1024, "W": 1024, "C": 32, "T": 300, "E": 2304},
+            vars={"B": 4, "H": 1024, "W": 1024, "C": 32, "T": 300, "E": 2304},
             let=_LET,
             inputs=_INPUTS,
         ),

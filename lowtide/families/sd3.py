@@ -51,7 +51,7 @@ ROWS = (
                 "caption_projection_dim": 1536,
                 "pos_embed_max_size": 192,
             },
-            vars={"B": 1, "H": 1024, "W": 1024, "C": 16, "T": 333, "E": 4096, "P": 2048},
+            vars={"B": 3, "H": 1024, "W": 1024, "C": 16, "T": 333, "E": 4096, "P": 2048},
             let=_LET,
             inputs=_INPUTS,
         ),

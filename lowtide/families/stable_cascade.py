@@ -40,6 +40,7 @@ ROWS = (
                 feed_forward=(("channelwise",),),
                 attention=("attention",),
                 attention_norms=("norm",),
+                carry=("x",),  # at small sizes the text beside it is larger
             ),
         ),
         tiny=Build(

@@ -54,7 +54,7 @@ ROWS = (
             inputs=_INPUTS,
         ),
         parameters=1_418_996_800,
-        published="1.3B",
+        published="1.3B (the released weights count 1.42B)",
         variants=_VARIANTS,
         sizes=SIZES,
         block_classes=_BLOCK_CLASSES,

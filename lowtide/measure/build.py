@@ -71,7 +71,7 @@ def build_model(
     model_class = import_class(family.class_path)
     config = _configuration(family, size).config
     model = _construct(lambda: model_class(**config), device, seed)
-    if size == "tiny" and device != "meta":
+    if size == "tiny":
         _redraw_zeros(model, seed + 1)
     if dtype is not None:
         cast(model, dtype)
@@ -175,7 +175,7 @@ def _redraw_zeros(model: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if not name.endswith("bias") and parameter.numel() and not parameter.any():
+            if not name.endswith("bias") and not parameter.is_meta and parameter.numel() and not parameter.any():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * _REDRAW_STD)
 
 

@@ -1,9 +1,10 @@
 """Traces what one plain forward saves for backward: the facts that ``plan.held`` predicts from."""
 
+import inspect
 import itertools
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakSet
 
@@ -15,6 +16,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtide.attention_backend import entry_points
 from lowtide.errors import ConfigError
+from lowtide.measure.flops import FlopCounter, attention_flops
+from lowtide.measure.shapes import Shapes
 from lowtide.plan.held import ATTENTION_SIDE, BLOCK, FEED_FORWARD, KERNEL, HeldTrace, ModuleCall, TensorUse
 from lowtide.runtime.entry_points import SDPA, EntryPoint, Kernel, Watching, unwatched
 from lowtide.runtime.flatten import tensors_of
@@ -25,16 +28,21 @@ from lowtide.runtime.selective import MOST_KEPT
 def trace_held(model: nn.Module, stacks: Sequence[ResolvedStack], inputs: Mapping[str, Any]) -> HeldTrace:
     """One forward of an un-attached model with gradients on; no backward.
 
-    On the meta device it takes no memory, and attention counts as a fused kernel holds it (``fused_attention``). Raises
-    ConfigError where a model's forward cannot run there, because it reads values (Lumina2), say.
+    A model on the meta device takes no memory (``measure.shapes``), and attention counts as a fused kernel holds it
+    (``fused_attention``). Its inputs are on the meta device, too, but for whole numbers and masks, which may decide
+    shapes. Raises ConfigError where its forward cannot run there: says what it asked for.
     """
     tracer = _Tracer(model, stacks)
     with ExitStack() as watched, torch.enable_grad():
+        if tracer.on_meta:
+            inputs = tracer.shapes.take(inputs)
+            watched.enter_context(tracer.shapes)
+        watched.enter_context(tracer.counter)
         watched.enter_context(saved_tensors_hooks(tracer.pack, lambda saved: saved.tensor))
         watched.enter_context(Watching(entry_points(), tracer))
         for handle in tracer.watch():
             watched.callback(handle.remove)
-        outputs = _forward(model, inputs)
+        outputs = _forward(model, inputs, tracer)
         trace = HeldTrace(tuple(tracer.calls), frozenset(tracer.glue), tracer.live(), tracer.sizes_bytes)
     del outputs  # the graph had to live until now
     return trace
@@ -66,16 +74,19 @@ def fused_attention(
     return kernel(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
-def _forward(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+def _forward(model: nn.Module, inputs: Mapping[str, Any], tracer: "_Tracer") -> Any:
     try:
         return model(**inputs)
-    except RuntimeError as error:
-        if not any(parameter.is_meta for parameter in model.parameters()):
+    except NameError as error:  # diffusers imports what a few models need only where it is installed
+        raise ConfigError(
+            f"the forward of {type(model).__name__} fails: {error}. Is a library that it needs not installed?"
+        ) from error
+    except (ConfigError, RuntimeError) as error:
+        if not tracer.on_meta:
             raise
         raise ConfigError(
-            f"the forward of {type(model).__name__} cannot run on the meta device: it reads values of its inputs, or "
-            f"asks for what that device lacks ({str(error).partition('. ')[0]}). Trace its tiny configuration on the "
-            "CPU instead"
+            f"the forward of {type(model).__name__} cannot run on the meta device: {tracer.place}"
+            f"{str(error).partition('. ')[0]}. Trace its tiny configuration on the CPU instead"
         ) from error
 
 
@@ -87,15 +98,20 @@ class _Saved:
         self.storage = storage
 
 
+@dataclass(eq=False)
 class _Region:
-    """A call that is going on: what was saved, and which calls ended, in it so far."""
+    """A call that is going on: what was saved, and which calls ended, in it so far.
 
-    def __init__(self, module: nn.Module | None, kind: str, name: str, arguments: tuple[TensorUse, ...]) -> None:
-        self.module = module
-        self.kind = kind
-        self.name = name
-        self.arguments = arguments
-        self.steps: list[int | ModuleCall] = []
+    flops_before: counted when it began.
+    """
+
+    module: nn.Module | None
+    kind: str
+    name: str
+    arguments: tuple[TensorUse, ...]
+    flops_before: int
+    carry: tuple[int, ...] = ()
+    steps: list[int | ModuleCall] = field(default_factory=list)
 
 
 class _Tracer:
@@ -103,6 +119,9 @@ class _Tracer:
 
     def __init__(self, model: nn.Module, stacks: Sequence[ResolvedStack]) -> None:
         self.stacks = stacks
+        self.on_meta = any(parameter.is_meta for parameter in model.parameters())
+        self.shapes = Shapes()
+        self.counter = FlopCounter()
         self.calls: list[ModuleCall] = []
         self.glue: set[int] = set()
         self.sizes_bytes: dict[int, int] = {}
@@ -111,13 +130,16 @@ class _Tracer:
         self._alive: list[torch.UntypedStorage] = []
         self._numbers: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
         self._next_number = itertools.count()
-        self._resident = {id(self._kept(tensor)) for tensor in (*model.parameters(), *model.buffers())}
+        weights = [*model.parameters(), *model.buffers()]
+        self._resident = {id(self._kept(tensor)) for tensor in weights}
+        if self.on_meta:
+            self._resident |= {id(self._kept(self.shapes.stand_in(tensor))) for tensor in weights}
 
     def watch(self) -> list[RemovableHandle]:
         handles = []
         for stack in self.stacks:
             for index, (path, block) in enumerate(stack.blocks):
-                handles += self._watched(block, BLOCK, path, stack.name, index)
+                handles += self._watched(block, BLOCK, path, stack.name, index, stack.row.carry)
                 for place, (name, module) in enumerate(stack.attention_sides(block)):
                     handles += self._watched(module, ATTENTION_SIDE, f"{path}.{name}", path, place)
                 for number, chain in enumerate(stack.chains(block)):
@@ -130,11 +152,21 @@ class _Tracer:
         if entry is SDPA and any(tensor.is_meta for tensor in tensors_of((args, kwargs))):
             kernel = fused_attention
         if not self._open:
-            return unwatched(kernel, args, kwargs)
+            return self._run(entry, kernel, args, kwargs)
         block = self._open[0].name
-        self._open.append(_Region(None, KERNEL, f"{self._open[-1].name}.kernel", self._uses((args, kwargs))))
-        output = unwatched(kernel, args, kwargs)
+        name = f"{self._open[-1].name}.kernel"
+        self._open.append(_Region(None, KERNEL, name, self._uses((args, kwargs)), self.counter.total))
+        output = self._run(entry, kernel, args, kwargs)
         self._close(block, 0, output)
+        return output
+
+    def _run(self, entry: EntryPoint, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if entry is SDPA or self.on_meta:
+            return unwatched(kernel, args, kwargs)
+        with self.counter.paused():  # a kernel of another library: nobody knows its operators
+            output = unwatched(kernel, args, kwargs)
+        query, key, value = (tensor.transpose(1, 2).shape for tensor in itertools.islice(tensors_of((args, kwargs)), 3))
+        self.counter.total += attention_flops(query, key, value, is_causal=kwargs.get("is_causal", False))
         return output
 
     def pack(self, tensor: torch.Tensor) -> _Saved:
@@ -146,15 +178,22 @@ class _Tracer:
         self._saved.add(saved)
         return saved
 
+    @property
+    def place(self) -> str:
+        """Where the forward is, for a message."""
+        return f"in {self._open[-1].name}, " if self._open else ""
+
     def live(self) -> frozenset[int]:
         return frozenset(saved.storage for saved in self._saved)
 
     def _watched(
-        self, module: nn.Module, kind: str, name: str, stack: str, index: int
+        self, module: nn.Module, kind: str, name: str, stack: str, index: int, carry: Sequence[str] = ()
     ) -> tuple[RemovableHandle, RemovableHandle]:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if bool(self._open) is (kind != BLOCK):  # a block inside a block is part of it
-                self._open.append(_Region(module, kind, name, self._uses((args, kwargs))))
+                carried = self._carried(module, carry, args, kwargs) if carry else ()
+                uses = self._uses((args, kwargs))
+                self._open.append(_Region(module, kind, name, uses, self.counter.total, carried))
 
         def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if self._open and self._open[-1].module is module and self._open[-1].kind == kind:
@@ -169,7 +208,15 @@ class _Tracer:
     def _close(self, stack: str, index: int, output: Any) -> None:
         region = self._open.pop()
         call = ModuleCall(
-            region.name, stack, index, region.arguments, self._uses(output), tuple(region.steps), region.kind
+            region.name,
+            stack,
+            index,
+            region.arguments,
+            self._uses(output),
+            tuple(region.steps),
+            region.kind,
+            carry=region.carry,
+            flops=self.counter.total - region.flops_before,
         )
         if call.kind == KERNEL:
             call = replace(call, results=self._kept_of(call))
@@ -177,6 +224,14 @@ class _Tracer:
             self._open[-1].steps.append(call)
         else:
             self.calls.append(call)
+
+    def _carried(
+        self, module: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[int, ...]:
+        """The tensors among the arguments that go by these names."""
+        given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        tensors = [given[name] for name in names if isinstance(given.get(name), torch.Tensor)]
+        return tuple(self._number_of(tensor) for tensor in tensors)
 
     def _kept_of(self, kernel: ModuleCall) -> tuple[int, ...]:
         """What the selective scope keeps of a kernel: see runtime.selective."""

@@ -86,8 +86,9 @@ def build_inputs(
     """Keyword arguments of a forward.
 
     dtype: of every tensor that follows the model. seed: of the values; the same seed gives the same values on every
-    device. over: other values for ``build.vars``. variant: further arguments, or others, in the input language.
-    device: "meta" gives shapes without values.
+    device that has any. over: other values for ``build.vars``. variant: further arguments, or others, in the input
+    language. device: "meta" gives floating-point tensors without values; whole numbers, masks and what the forward
+    reads (``families.inputs.read``) may decide shapes, so they have values and are in CPU memory.
     """
     decoder = _Decoder(namespace(build, over), dtype, torch.Generator().manual_seed(seed), torch.device(device))
     return {name: decoder.decode(node) for name, node in {**build.inputs, **(variant or {})}.items()}
@@ -129,14 +130,17 @@ class _Decoder:
 
     def _tensor(self, kind: str, node: Mapping[str, Any]) -> torch.Tensor:
         dtype = self.dtype if node["dtype"] == "compute" else getattr(torch, node["dtype"])
+        on_meta = self.device.type == "meta"
+        has_values = not on_meta or not dtype.is_floating_point or node.get("read", False)
+        device = torch.device("cpu") if on_meta and has_values else self.device
         if kind == "grid":
-            return self._grid(node).to(self.device, dtype)
+            return self._grid(node).to(device, dtype)
         shape = [self._size(size) for size in node["shape"]]
-        return self._filled(kind, node, shape).to(self.device, dtype)
+        if not has_values:
+            return torch.empty(shape, dtype=dtype, device=device)
+        return self._filled(kind, node, shape).to(device, dtype)
 
     def _filled(self, kind: str, node: Mapping[str, Any], shape: list[int]) -> torch.Tensor:
-        if self.device.type == "meta":
-            return torch.empty(shape, device="meta")
         match kind:
             case "randn":
                 return torch.randn(shape, generator=self.generator)

@@ -1,17 +1,19 @@
 """What a setting would do with every block of a model: no step is run, and no weights are needed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from lowtide import families
 from lowtide.controls import CheckpointConfig, scopes_of
-from lowtide.families import Family
-from lowtide.handle import schedule_for, without_last_round_trip
-from lowtide.measure.build import Target, build_model
-from lowtide.plan.schedule import ATTENTION, FFN, KEPT, MOVES, StackSchedule
+from lowtide.errors import ConfigError
+from lowtide.handle import RUNS_LAST, depths_of, held_back, movable, schedule_for, without_last_round_trip
+from lowtide.inert import attention_offload, ignored
+from lowtide.measure.build import Target
+from lowtide.measure.watch import Missed, StackEvidence, Watched, watch, without_forward
+from lowtide.plan.schedule import FFN, KEPT, StackSchedule
+from lowtide.runtime.receipt import Note
 from lowtide.runtime.resolve import ResolvedStack, resolve
 
 
@@ -33,7 +35,11 @@ class PlannedBlock:
 
 @dataclass(frozen=True)
 class InspectedStack:
-    """One stack. found: by structure, not declared by a family. feed_forward, attention: submodules of a block."""
+    """One stack.
+
+    found: by structure, not declared by a family; evidence: how sure that is. feed_forward, attention: submodules of a
+    block.
+    """
 
     name: str
     depth: int
@@ -42,13 +48,16 @@ class InspectedStack:
     feed_forward: tuple[str, ...]
     attention: tuple[str, ...]
     blocks: tuple[PlannedBlock, ...]
+    evidence: StackEvidence
 
 
 @dataclass(frozen=True)
 class Inspection:
     """A model, its stacks, and what the settings (arguments of ``lowtide.attach``) do with each block.
 
-    family: key, or None for a model that no family describes. scopes: the backends that it can run.
+    family: key, or None for a model that no family describes. scopes: the backends that it can run. missed: blocks that
+    a forward showed and structure did not. inert: what will change nothing, and where. ignored: what this model can
+    never honour.
     """
 
     model: str
@@ -58,6 +67,9 @@ class Inspection:
     stacks: tuple[InspectedStack, ...]
     scopes: tuple[str, ...]
     settings: dict[str, Any]
+    missed: tuple[Missed, ...] = ()
+    inert: tuple[Note, ...] = ()
+    ignored: tuple[Note, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -68,30 +80,40 @@ class Inspection:
             "stacks": [_stack_as_dict(stack) for stack in self.stacks],
             "scopes": list(self.scopes),
             "settings": self.settings,
+            "missed": [{"class": missed.block_class, "names": list(missed.names)} for missed in self.missed],
+            "inert": [{"option": note.subject, "reason": note.reason} for note in self.inert],
+            "ignored": [{"option": note.subject, "reason": note.reason} for note in self.ignored],
         }
 
 
-def inspect_target(target: Target, config: CheckpointConfig) -> Inspection:
+def inspect_target(target: Target, config: CheckpointConfig, inputs: Mapping[str, Any] | None = None) -> Inspection:
     """What ``config`` would do with the target's model, which may be on the meta device.
 
-    Raises UnsupportedError where the model has no block stacks, or cannot run the scope.
+    inputs: keyword arguments of a forward; where the stacks were found by structure, it is run without gradients and
+    compared with them. Raises UnsupportedError where the model has no block stacks, or cannot run the scope;
+    ConfigError where the forward fails.
     """
     stacks = resolve(target.model, target.family.stacks if target.family else None)
-    schedule = without_last_round_trip(schedule_for(stacks, config), [stack.name for stack in stacks])
+    wanted = schedule_for(stacks, config)
+    schedule = without_last_round_trip(wanted, [stack.name for stack in stacks])
+    stay = held_back(stacks, wanted, schedule)
+    watched = _watched(target, stacks, inputs)
+    inspected = tuple(
+        _inspected(stack, schedule.stacks[stack.name], config.scope, stay, watched.stacks[stack.name])
+        for stack in stacks
+    )
     return Inspection(
         model=target.label,
         class_name=class_of(target.model),
         family=target.family.key if target.family else None,
         parameters=sum(parameter.numel() for parameter in target.model.parameters()),
-        stacks=tuple(_inspected(stack, schedule.stacks[stack.name], config.scope) for stack in stacks),
-        scopes=tuple(_scopes(stacks)),
+        stacks=inspected,
+        scopes=tuple(scopes_of_stacks(stacks)),
         settings=config.attach_arguments(),
+        missed=watched.missed,
+        inert=tuple(attention_offload(config, _treated(stacks, inspected))),
+        ignored=tuple(ignored(config, depths_of(stacks, config))),
     )
-
-
-def describe_families() -> list[dict[str, Any]]:
-    """Every family, with the depths of its real configuration: built on the meta device, so nothing can drift."""
-    return [_family_as_dict(family) for family in families.all_families()]
 
 
 def class_of(model: nn.Module) -> str:
@@ -99,58 +121,59 @@ def class_of(model: nn.Module) -> str:
     return f"{type(model).__module__.partition('.')[0]}.{type(model).__name__}"
 
 
-def _family_as_dict(family: Family) -> dict[str, Any]:
-    stacks = resolve(build_model(family, "real", device="meta"), family.stacks)
-    return {
-        "key": family.key,
-        "title": family.title,
-        "class": family.class_path,
-        "aliases": list(family.aliases),
-        "stacks": [
-            {
-                "path": stack.name,
-                "blocks": list(stack.row.blocks),
-                "depth": len(stack.blocks),
-                "ffn": list(_feed_forward_names(stack)),
-                "attention": list(stack.row.attention),
-            }
-            for stack in stacks
-        ],
-        "scopes": _scopes(stacks),
-        "parameters": family.parameters,
-    }
-
-
-def _scopes(stacks: Sequence[ResolvedStack]) -> list[str]:
+def scopes_of_stacks(stacks: Sequence[ResolvedStack]) -> list[str]:
+    """The backends that a model with these stacks can run."""
     return scopes_of((stack.has_feed_forward for stack in stacks), (stack.has_attention for stack in stacks))
 
 
-def _inspected(stack: ResolvedStack, schedule: StackSchedule, scope: str | None) -> InspectedStack:
+def feed_forward_names(stack: ResolvedStack) -> tuple[str, ...]:
+    """Submodules of the feed-forward sides that the blocks really have, by path in a block."""
+    chains: Sequence[str] = [path for _, block in stack.blocks for chain in stack.chains(block) for path, _ in chain]
+    return tuple(dict.fromkeys(chains))
+
+
+def _watched(target: Target, stacks: Sequence[ResolvedStack], inputs: Mapping[str, Any] | None) -> Watched:
+    if inputs is not None and target.family is not None:
+        raise ConfigError(f"the stacks of {target.label} are declared by its family: leave its inputs out")
+    if inputs is not None:
+        return watch(target.model, stacks, inputs)
+    return Watched({stack.name: without_forward(stack) for stack in stacks})
+
+
+def _treated(stacks: Sequence[ResolvedStack], inspected: Sequence[InspectedStack]) -> list[tuple[str, bool]]:
+    """Of every block the treatment, and whether it has softmax attention."""
+    return [
+        (plan.treatment.removesuffix("+offload"), bool(stack.attention_sides(block)))
+        for stack, planned in zip(stacks, inspected, strict=True)
+        for (_, block), plan in zip(stack.blocks, planned.blocks, strict=True)
+    ]
+
+
+def _inspected(
+    stack: ResolvedStack, schedule: StackSchedule, scope: str | None, stay: set[str], evidence: StackEvidence
+) -> InspectedStack:
     return InspectedStack(
         name=stack.name,
         depth=len(stack.blocks),
         found=stack.found,
         block_classes=tuple(dict.fromkeys(type(block).__name__ for _, block in stack.blocks)),
-        feed_forward=_feed_forward_names(stack),
+        feed_forward=feed_forward_names(stack),
         attention=stack.row.attention,
-        blocks=tuple(_planned(stack, schedule, scope)),
+        blocks=tuple(_planned(stack, schedule, scope, stay)),
+        evidence=evidence,
     )
 
 
-def _planned(stack: ResolvedStack, schedule: StackSchedule, scope: str | None) -> Iterator[PlannedBlock]:
+def _planned(
+    stack: ResolvedStack, schedule: StackSchedule, scope: str | None, stay: set[str]
+) -> Iterator[PlannedBlock]:
     for index, (name, block) in enumerate(stack.blocks):
         bare = scope == FFN and not stack.chains(block)
         treatment = KEPT if bare else schedule.treatments[index]
-        possible = MOVES[treatment] if stack.attention_sides(block) else MOVES[treatment] - {ATTENTION}
-        moves = tuple(sorted(schedule.moves[index] & possible))
+        moves = tuple(sorted(schedule.moves[index] & movable(stack, block, treatment)))
         offload = "+offload" if moves else ""
-        reason = "no feed-forward" if bare else None
+        reason = "no feed-forward" if bare else RUNS_LAST if name in stay else None
         yield PlannedBlock(name, index, treatment + offload, schedule.segments[index], reason, moves)
-
-
-def _feed_forward_names(stack: ResolvedStack) -> tuple[str, ...]:
-    chains: Sequence[str] = [path for _, block in stack.blocks for chain in stack.chains(block) for path, _ in chain]
-    return tuple(dict.fromkeys(chains))
 
 
 def _stack_as_dict(stack: InspectedStack) -> dict[str, Any]:
@@ -161,5 +184,10 @@ def _stack_as_dict(stack: InspectedStack) -> dict[str, Any]:
         "block_classes": list(stack.block_classes),
         "feed_forward": list(stack.feed_forward),
         "attention": list(stack.attention),
+        "certainty": stack.evidence.stack.certainty,
+        "why": list(stack.evidence.stack.why),
+        "sides": {
+            path: {"certainty": side.certainty, "why": list(side.why)} for path, side in stack.evidence.sides.items()
+        },
         "blocks": [dict(vars(block)) for block in stack.blocks],
     }

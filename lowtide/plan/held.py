@@ -36,6 +36,8 @@ class ModuleCall:
     arguments, outputs: its tensors. steps: the storages that autograd saved in it and the calls inside it, in order.
     results: of an attention kernel, what is kept so that it need not run again: its output, the log-sum-exp and the
     like; empty where it is recomputed.
+    carry: the tensors among a block's arguments that decide whether a segment goes on, where its row names them.
+    flops: floating-point operations of its forward, the calls inside it included; a multiply-add is two.
     """
 
     name: str
@@ -46,6 +48,8 @@ class ModuleCall:
     steps: tuple["int | ModuleCall", ...]
     kind: str = BLOCK
     results: tuple[int, ...] = ()
+    carry: tuple[int, ...] = ()
+    flops: int = 0
 
     @property
     def saved(self) -> frozenset[int]:
@@ -139,11 +143,15 @@ class _Segment:
     def add(self, call: ModuleCall) -> None:
         self.calls.append(call)
         self.external |= {use.tensor: use.storage for use in call.arguments if use.tensor not in self.made}
-        self.made |= {use.tensor for use in call.outputs}
+        # A block may return what it was given: that still came from outside.
+        self.made |= {use.tensor for use in call.outputs} - self.external.keys()
         self.next_index = call.index + 1
 
     def _carries_on(self, call: ModuleCall) -> bool:
-        """The largest argument with a gradient that is not external already was made inside."""
+        """The carry that the row names, or else the largest argument with a gradient that is not external already, was
+        made inside."""
+        if call.carry:
+            return self.made.issuperset(call.carry)
         candidates = [use for use in call.arguments if use.requires_grad and use.tensor not in self.external]
         largest = max(candidates, key=lambda use: use.elements, default=None)
         return largest is not None and largest.tensor in self.made

@@ -1,7 +1,10 @@
 """What really ran in the last step, as data."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
+
+from lowtide.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Note:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Receipt:
     """What ran in the last step, block by block.
 
@@ -67,6 +70,24 @@ class Receipt:
     ignored: tuple[Note, ...] = ()
     fallbacks: tuple[Note, ...] = ()
     warnings: tuple[str, ...] = field(default=())
+
+    def __repr__(self) -> str:
+        """One line: treatments, recomputations, bytes, and how many notes of each kind there are."""
+        totals = self.totals
+        sizes = {"kept": "kept_bytes", "on CPU": "cpu_bytes", "recomputed": "recomputed_bytes"}
+        treatments = Counter(block.treatment for block in self.blocks)
+        parts = [
+            f"{len(self.blocks)} blocks: " + ", ".join(f"{count} {name}" for name, count in treatments.items()),
+            f"{totals['recompute_calls']} recomputations",
+            ", ".join(f"{format_bytes(totals[key])} {name}" for name, key in sizes.items() if totals[key]),
+            *(f"{name}: {', '.join(note.subject for note in notes)}" for name, notes in self._options() if notes),
+            f"{len(self.fallbacks)} fallbacks" if self.fallbacks else "",
+            f"{len(self.warnings)} warnings" if self.warnings else "",
+        ]
+        return f"<Receipt: {'; '.join(part for part in parts if part)}>"
+
+    def _options(self) -> tuple[tuple[str, tuple[Note, ...]], ...]:
+        return ("inert", self.inert), ("ignored", self.ignored)
 
     @property
     def totals(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from lowtide.families.row import Stack
 
 _FEED_FORWARD = re.compile(r"(^|_)(ff|ffn|mlp|feed_?forward)(_|\d|$)")
 _ATTENTION = re.compile(r"attn|attention")
+_NUMBER = re.compile(r"\d+")
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 _LEAVES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
 
@@ -129,27 +130,54 @@ def _present(block: nn.Module, paths: Sequence[str]) -> list[tuple[str, nn.Modul
 
 
 def _discover(model: nn.Module) -> list[ResolvedStack]:
-    found = list(_lists_of_blocks(model, ""))
+    found = list(_groups_of_blocks(model, ""))
     if not found:
         raise UnsupportedError(
-            f"no block stack was found in {type(model).__name__}: lowtide looks for lists of at least two composite "
-            "modules of one class. Wrap the parts to recompute with `lowtide.checkpoint` instead."
+            f"no block stack was found in {type(model).__name__}: lowtide looks for two or more composite modules of "
+            "one class, in a list or with names that differ in their number only. Wrap the parts to recompute with "
+            "`lowtide.checkpoint` instead."
         )
-    return [ResolvedStack(path, _unique(blocks), _guess_row(path, blocks), found=True) for path, blocks in found]
+    return [ResolvedStack(name, _unique(blocks), _guess_row(name, blocks), found=True) for name, blocks in found]
 
 
-def _lists_of_blocks(module: nn.Module, path: str) -> Iterator[tuple[str, list[tuple[str, nn.Module]]]]:
+def _groups_of_blocks(module: nn.Module, path: str) -> Iterator[tuple[str, list[tuple[str, nn.Module]]]]:
+    """Stacks in ``module``, the outermost ones only, each with its name: of a list its path, else ``path.block*``."""
+    grouped = dict(_numbered_siblings(module))
     for name, child in module.named_children():
-        child_path = f"{path}.{name}" if path else name
+        child_path = _joined(path, name)
         if isinstance(child, (nn.ModuleList, nn.Sequential)) and _is_stack(child):
             yield child_path, [(f"{child_path}.{index}", block) for index, block in child.named_children()]
-        else:
-            yield from _lists_of_blocks(child, child_path)
+        elif name not in grouped:
+            yield from _groups_of_blocks(child, child_path)
+        elif siblings := grouped[name]:
+            yield _joined(path, _NUMBER.sub("*", name)), [(_joined(path, other), block) for other, block in siblings]
+
+
+def _numbered_siblings(module: nn.Module) -> Iterator[tuple[str, list[tuple[str, nn.Module]]]]:
+    """Children that are blocks of one stack by their names, ``block1`` and ``block2`` say: all of them at the first's
+    name, none at the others'."""
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        return
+    groups: dict[str, list[tuple[str, nn.Module]]] = {}
+    for name, child in module.named_children():
+        if _NUMBER.search(name) and not _is_side(name) and "norm" not in name:
+            groups.setdefault(_NUMBER.sub("*", name), []).append((name, child))
+    for group in groups.values():
+        modules = [child for _, child in group]
+        if len(modules) >= 2 and _are_of_a_kind(modules) and all(map(_is_composite, modules)):
+            yield group[0][0], group
+            yield from ((name, []) for name, _ in group[1:])
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _is_stack(modules: nn.Module) -> bool:
     children = list(modules.children())
-    return len(children) >= 2 and _are_of_a_kind(children) and all(map(_is_composite, children))
+    if len(children) < 2 or not all(map(_is_composite, children)):
+        return False
+    return _are_of_a_kind(children) or (isinstance(modules, nn.ModuleList) and _take_turns(children))
 
 
 def _are_of_a_kind(modules: list[nn.Module]) -> bool:
@@ -158,24 +186,67 @@ def _are_of_a_kind(modules: list[nn.Module]) -> bool:
     return any(kind.__module__.partition(".")[0] != "torch" and issubclass(kind, nn.Module) for kind in shared)
 
 
+def _take_turns(modules: list[nn.Module]) -> bool:
+    """Whether every class is there more than once: micro-blocks of several kinds in turn."""
+    kinds = [type(module) for module in modules]
+    return all(kinds.count(kind) >= 2 and kind not in (nn.ModuleList, nn.Sequential, nn.ModuleDict) for kind in kinds)
+
+
 def _is_composite(module: nn.Module) -> bool:
     return sum(isinstance(part, _LEAVES) for part in module.modules()) >= 2 and not isinstance(module, _LEAVES)
 
 
-def _guess_row(path: str, blocks: list[tuple[str, nn.Module]]) -> Stack:
+def _guess_row(name: str, blocks: list[tuple[str, nn.Module]]) -> Stack:
     children: dict[str, nn.Module] = {}
     for _, block in blocks:
-        children.update((name, module) for name, module in block.named_children() if name not in children)
-    norms = [name for name, module in children.items() if "norm" in name or isinstance(module, _NORMS)]
-    attention = [name for name in children if _ATTENTION.search(name) and name not in norms]
-    feed_forward = [name for name in children if _FEED_FORWARD.search(name) and name not in norms]
+        children.update((path, module) for path, module in _parts(block) if path not in children)
+    norms = [path for path, module in children.items() if _is_norm(path, module)]
+    attention = [path for path in children if _ATTENTION.search(_own_name(path)) and path not in norms]
+    feed_forward = [path for path in children if _FEED_FORWARD.search(_own_name(path)) and path not in norms]
     fed_by = _fed_by(norms, attention, feed_forward)
     return replace(
-        Stack(name=path, blocks=(f"{path}.*",)),
-        feed_forward=tuple(_chain(name, fed_by.get(name), children) for name in feed_forward),
+        Stack(name=name, blocks=tuple(path for path, _ in blocks)),
+        feed_forward=tuple(_chain(names, fed_by.get(names[0]), children) for names in _sides(feed_forward, children)),
         attention=tuple(attention),
-        attention_norms=tuple(fed_by[name] for name in attention if name in fed_by),
+        attention_norms=tuple(fed_by[path] for path in attention if path in fed_by),
     )
+
+
+def _parts(block: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """A block's sublayers, with their paths: its children, or those of the one module that it wraps."""
+    children = list(block.named_children())
+    name, inner = children[0] if len(children) == 1 else ("", block)
+    if inner is not block and _is_composite(inner) and not _is_side(name):
+        return _parts(inner, f"{prefix}{name}.")
+    return [(prefix + name, module) for name, module in children]
+
+
+def _is_side(name: str) -> bool:
+    return bool(_FEED_FORWARD.search(name) or _ATTENTION.search(name))
+
+
+def _own_name(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _is_norm(path: str, module: nn.Module) -> bool:
+    return "norm" in _own_name(path) or isinstance(module, _NORMS) or "Norm" in type(module).__name__
+
+
+def _sides(names: list[str], children: Mapping[str, nn.Module]) -> list[list[str]]:
+    """Feed-forward modules, each a side; layers that are called inline (``proj_mlp``, ``act_mlp``) are one together."""
+    sides: list[list[str]] = []
+    for name in names:
+        inline = _is_layer(children[name])
+        if inline and sides and _is_layer(children[sides[-1][-1]]):
+            sides[-1].append(name)
+        else:
+            sides.append([name])
+    return sides
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return next(module.children(), None) is None
 
 
 def _fed_by(norms: list[str], attention: list[str], feed_forward: list[str]) -> dict[str, str]:
@@ -193,8 +264,8 @@ def _last_number(name: str) -> int:
     return int((re.findall(r"\d+", name) or [0])[-1])
 
 
-def _chain(name: str, norm: str | None, children: Mapping[str, nn.Module]) -> tuple[str, ...]:
-    return (name,) if norm is None or not _is_plain_norm(children[norm]) else (norm, name)
+def _chain(names: list[str], norm: str | None, children: Mapping[str, nn.Module]) -> tuple[str, ...]:
+    return (*names,) if norm is None or not _is_plain_norm(children[norm]) else (norm, *names)
 
 
 def _is_plain_norm(module: nn.Module) -> bool:

@@ -143,20 +143,106 @@ def unknown_model(tmp_path: Path) -> Path:
     return tmp_path
 
 
+INPUTS = {
+    "hidden_states": [1, 4, 2, 8, 8],
+    "timestep": {"gen": "full", "shape": [1], "dtype": "int64", "value": 5},
+    "encoder_hidden_states": [1, 4, 16],
+}
+
+
 def test_an_unknown_model_shows_what_was_found(
     lowtide: Callable[..., Any], lowtide_json: Callable[..., Any], unknown_model: Path
 ) -> None:
     result = lowtide_json("inspect", str(unknown_model), "--backend", "torch-ffn")
     assert result["family"] is None
     assert result["class"] == "diffusers.LatteTransformer3DModel"
-    assert [(stack["name"], stack["depth"], stack["found"]) for stack in result["stacks"]] == [
-        ("transformer_blocks", 2, True),
-        ("temporal_transformer_blocks", 2, True),
+    assert [(stack["name"], stack["depth"], stack["found"], stack["certainty"]) for stack in result["stacks"]] == [
+        ("transformer_blocks", 2, True, "structure"),
+        ("temporal_transformer_blocks", 2, True, "structure"),
     ]
     assert treatments(result) == {"ffn": 4}
     text = " ".join(lowtide("inspect", str(unknown_model)).stdout.split())
     assert "No family describes this class: its block stacks were found by structure." in text
-    assert "temporal_transformer_blocks: BasicTransformerBlock feed-forward: norm2, ff" in text
+    assert "structure: 2 composite modules of like kind (BasicTransformerBlock) stand together" in text
+    assert "With --inputs a forward is run that confirms this" in text
+    assert "feed-forward: norm2, ff" in text
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_forward_confirms_what_was_found(
+    lowtide: Callable[..., Any], lowtide_json: Callable[..., Any], unknown_model: Path, device: str
+) -> None:
+    file = unknown_model / "inputs.json"
+    file.write_text(json.dumps(INPUTS), encoding="utf-8")
+    result = lowtide_json("inspect", str(unknown_model), "--inputs", str(file), "--device", device)
+    for stack, other in zip(result["stacks"], result["stacks"][::-1], strict=True):
+        assert stack["certainty"] == "structure and forward"
+        assert stack["why"] == [
+            "its 2 blocks were called once each, in this order",
+            f"in turn with {other['name']}",
+            "1 of 1 were handed what the model made in between: segments end there",
+        ]
+        assert {side["certainty"] for side in stack["sides"].values()} == {"structure and forward"}
+    assert result["stacks"][0]["sides"]["attn1"]["why"] == ["an attention kernel was called in it"]
+    text = lowtide("inspect", str(unknown_model), "--inputs", json.dumps(INPUTS)).stdout
+    assert "structure and forward: its 2 blocks were called once each" in text
+    assert "With --inputs" not in text
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ("nowhere.json", "cannot read the inputs"),
+        ("{", "cannot read the inputs"),
+        ('{"hidden_state": [1, 4, 2, 8, 8]}', "unexpected keyword argument 'hidden_state'"),
+        ('{"hidden_states": [1, 4, 2, 8]}', "LatteTransformer3DModel failed with these inputs (hidden_states)"),
+    ],
+)
+def test_wrong_inputs(lowtide: Callable[..., Any], unknown_model: Path, inputs: str, message: str) -> None:
+    result = lowtide("inspect", str(unknown_model), "--inputs", inputs)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+
+
+def test_a_family_needs_no_inputs(lowtide: Callable[..., Any]) -> None:
+    result = lowtide("inspect", "sana", "--size", "tiny", "--inputs", "{}")
+    assert result.exit_code == 2
+    assert "declared by its family" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "reasons"),
+    [
+        ("flux1", (), ["attention is recomputed"]),
+        ("flux1", ("--backend", "none"), []),
+        ("flux1", ("--backend", "torch-ffn"), []),
+        (
+            "flux1",
+            ("--backend", "unsloth-selective"),
+            ["the outputs of the attention kernels wait in CPU memory already"],
+        ),
+        ("flux1", ("--interval", "1", "--segment-stride", "2"), ["attention is recomputed in 7 of 14 blocks"]),
+        ("sdxl", ("--backend", "none"), ["17 of 63 blocks have no softmax attention"]),
+        ("sdxl", (), ["attention is recomputed"]),
+    ],
+)
+def test_where_attention_offload_moves_nothing(
+    lowtide: Callable[..., Any],
+    lowtide_json: Callable[..., Any],
+    family: str,
+    options: tuple[str, ...],
+    reasons: list[str],
+) -> None:
+    arguments = ("inspect", family, "--size", "tiny", "--offload-attention", *options)
+    notes = lowtide_json(*arguments)["inert"]
+    assert notes == [{"option": "offload_attention", "reason": reason} for reason in reasons]
+    text = " ".join(lowtide(*arguments).stdout.split())
+    assert all(f"inert: offload_attention: {reason}" in text for reason in reasons)
+
+
+def test_what_runs_last_says_that_it_stays(lowtide_json: Callable[..., Any]) -> None:
+    (stack,) = lowtide_json("inspect", "sana", "--size", "tiny", "--backend", "unsloth")["stacks"]
+    assert [block["reason"] for block in stack["blocks"]] == [None] * 7 + ["runs last, stays on the device"]
 
 
 def test_an_unknown_model_cannot_be_verified(lowtide: Callable[..., Any], unknown_model: Path) -> None:

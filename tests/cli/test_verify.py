@@ -76,6 +76,14 @@ def test_small_tensors_stay_where_a_size_is_given(lowtide_json: Callable[..., An
     assert result["settings"]["offload_min_bytes"] == 2**30
     assert result["receipt"]["totals"]["d2h_bytes"] == 0
     assert result["receipt"]["inert"]
+    assert result["offload"] is None
+
+
+def test_where_nothing_moves_nothing_is_called_simulated(lowtide: Callable[..., Any]) -> None:
+    result = lowtide("verify", "sd3_medium", "--offload-attention")
+    assert result.exit_code == 0
+    assert "simulated" not in result.stdout
+    assert "inert: offload_attention: attention is recomputed" in result.stdout
 
 
 def test_people_are_told_that_offload_is_simulated(lowtide: Callable[..., Any]) -> None:

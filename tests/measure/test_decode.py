@@ -19,6 +19,7 @@ from lowtide.families.inputs import (
     rand,
     randint,
     randn,
+    read,
     several,
     size,
     when,
@@ -108,6 +109,14 @@ def test_positions_lengths_and_joined_tensors():
     assert made["e"].tolist() == [[False, True, True]] * 2
 
 
+def test_without_memory_what_the_forward_reads_has_values_all_the_same():
+    build = _build(a=randn("B", 3), b=read(randn("B", 3)), c=mask("B", "T", lengths=("T", "T-2")))
+    made = build_inputs(build, torch.bfloat16, device="meta")
+    assert made["a"].is_meta and made["a"].dtype is torch.bfloat16
+    assert made["b"].device.type == "cpu" and made["b"].dtype is torch.bfloat16 and bool(made["b"].any())
+    assert made["c"].tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
+
+
 def test_an_unknown_kind_names_the_known_ones():
     with pytest.raises(ConfigError, match="known: randn"):
         build_inputs(_build(a={"gen": "poisson", "shape": [1], "dtype": "compute"}))
@@ -118,7 +127,8 @@ def test_the_meta_device_gives_the_same_shapes_and_the_seed_gives_the_same_value
     real = list(tensors_of(build_inputs(row.tiny)))
     meta = list(tensors_of(build_inputs(row.tiny, device="meta")))
     assert [(t.shape, t.dtype) for t in real] == [(t.shape, t.dtype) for t in meta]
-    assert all(t.is_meta for t in meta)
+    assert all(t.is_meta for t in meta if t.is_floating_point() and row.key != "hunyuan_video_15")
+    assert all(t.device.type == "cpu" for t in meta if not t.is_floating_point()), "they may decide shapes"
     again = list(tensors_of(build_inputs(row.tiny)))
     assert all(torch.equal(a, b) for a, b in zip(real, again, strict=True))
     other = list(tensors_of(build_inputs(row.tiny, seed=1)))

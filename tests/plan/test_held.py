@@ -1,6 +1,7 @@
 """Bytes held by a schedule, on traces made by hand. Storage n has 2**n bytes, so a sum names its parts."""
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import pytest
 
@@ -94,6 +95,21 @@ def test_the_largest_new_argument_with_a_gradient_decides_whether_a_segment_goes
     held = _predict(_trace(calls), whole_blocks(2, 2))
     assert list(held.segments) == segments
     assert held.held_bytes == (_sum(10, 11, 40) if len(segments) == 2 else _sum(10, 40))
+
+
+@pytest.mark.parametrize(
+    ("carry", "segments"),
+    [((), 2), ((11,), 1), ((11, 40), 2), ((40,), 2), ((10,), 2)],
+    ids=["none", "from inside", "one from outside", "from outside", "an earlier argument"],
+)
+def test_where_a_row_names_the_carry_it_decides_whatever_its_size(carry, segments):
+    calls = [
+        _block(0, [_tensor(10)], [_tensor(11), _tensor(10)], {10}),
+        replace(_block(1, [_tensor(11), _tensor(40, 500), _tensor(10)], [_tensor(12)], {11}), carry=carry),
+    ]
+    held = _predict(_trace(calls), whole_blocks(2, 2))
+    assert len(held.segments) == segments
+    assert held.held_bytes == (_sum(10, 40) if segments == 1 else _sum(10, 11, 40))
 
 
 def test_a_block_that_is_called_again_opens_a_segment_of_its_own():

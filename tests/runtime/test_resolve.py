@@ -225,3 +225,89 @@ def test_a_norm_that_stands_in_a_block_twice_is_one_module_of_its_attention_side
     row = Stack("blocks", ("blocks.*",), (), ("attn",), ("norm1", "norm1_context"))
     (stack,) = resolve(blocks, (row,))
     assert [path for path, _ in stack.attention_sides(stack.blocks[0][1])] == ["norm1", "attn"]
+
+
+# ---------------------------------------------------------------------- where blocks of one stack stand
+
+
+class Numbered(nn.Module):
+    """Blocks that are attributes: ``block1``, ``block2``; what else has a number is no block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = feed_forward(), feed_forward()
+        for number in (1, 2, 3):
+            self.add_module(f"block{number}", PreNorm())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block3(self.block2(self.block1(x)))
+
+
+class Turns(nn.Module):
+    """Micro-blocks of two kinds in turn, in one list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList([PreNorm(), Attention(), PreNorm(), Attention()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for step in self.steps:
+            x = step(x)
+        return x
+
+
+class Inline(nn.Module):
+    """A block that calls the layers of its feed-forward itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = Attention()
+        self.proj_mlp, self.act_mlp = nn.Linear(WIDTH, 2 * WIDTH), nn.GELU()
+        self.proj_out = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attn(x) + self.proj_out(self.act_mlp(self.proj_mlp(x)))
+
+
+class Wrapper(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = PreNorm()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "paths"),
+    [
+        (Numbered, "block*", ["block1", "block2", "block3"]),
+        (Turns, "steps", ["steps.0", "steps.1", "steps.2", "steps.3"]),
+    ],
+)
+def test_stacks_that_are_no_list_of_one_class(make: Callable[[], nn.Module], name: str, paths: list[str]) -> None:
+    torch.manual_seed(0)
+    blocks, x = make(), tokens()
+    stack = found(blocks)
+    assert (stack.name, [path for path, _ in stack.blocks]) == (name, paths)
+    assert_same_as_plain(blocks, lambda: blocks(x), recomputed=len(paths))
+
+
+def test_layers_called_inline_are_one_feed_forward_side() -> None:
+    stack = found(Chain([Inline() for _ in range(2)]))
+    assert stack.row.feed_forward == (("proj_mlp", "act_mlp"),)
+
+
+def test_the_sides_of_a_wrapped_block_are_found_inside() -> None:
+    row = found(Chain([Wrapper() for _ in range(2)])).row
+    assert row.feed_forward == (("block.norm2", "block.ff"),)
+    assert (row.attention, row.attention_norms) == (("block.attn",), ("block.norm1",))
+
+
+def test_a_block_that_is_attention_alone_is_no_wrapper() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    assert found(Chain([Residual() for _ in range(2)])).row.attention == ("attn",)

@@ -81,7 +81,7 @@ def test_explicit_schedule() -> None:
         step(model, lambda: model(x))
         receipt = handle.receipt()
     assert [block.segment for block in receipt.blocks] == [0, 0, None, 1, 1]
-    with pytest.raises(ConfigError, match="complete by itself"):
+    with pytest.raises(ConfigError, match="says by itself what is done with every block: leave interval out"):
         lowtide.attach(model, schedule=schedule, interval=2)
     with pytest.raises(ConfigError, match="schedule is for stacks"):
         lowtide.attach(model, schedule=Schedule({"blocks": whole_blocks(4)}))

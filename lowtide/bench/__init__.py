@@ -1,0 +1,1 @@
+"""Benchmarks and their reports: what a step takes, in time and memory, cell by cell."""

@@ -1,0 +1,160 @@
+"""Runs one cell in this process: builds the work, enters the mode, times steps, and tells all of it as a record."""
+
+import gc
+import resource
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lowtide.bench.attention import kernels
+from lowtide.bench.isolate import Died, isolated
+from lowtide.bench.modes import mode
+from lowtide.bench.record import Condition, Figures, Record
+from lowtide.bench.works import Task, build
+from lowtide.errors import UnsupportedError
+from lowtide.handle import Handle
+from lowtide.measure.cover import uncovered
+from lowtide.testing import cpu_offload
+
+_FEWEST_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How a cell is measured.
+
+    warm_up: steps that are not counted (compilation, pinning, clocks). steps: counted ones. most_s: once the counted
+    steps have taken so long, no further one is begun; two are made anyway. timeout_s: of the whole cell.
+    """
+
+    warm_up: int = 5
+    steps: int = 10
+    most_s: float = 60.0
+    timeout_s: float = 1800.0
+
+
+@dataclass
+class _Measured:
+    first_step_s: float = 0.0
+    times_s: list[float] = field(default_factory=list)
+    peak_allocated_bytes: int = 0
+    peak_reserved_bytes: int = 0
+
+
+def run_cell(condition: Condition, effort: Effort, device: str, machine: Mapping[str, Any]) -> Record:
+    """The record of a cell, whatever happens in it: an error is its state and reason."""
+    try:
+        figures, receipt = _measure(condition, effort, device)
+        return Record(condition, "ok", machine, figures=figures, receipt=receipt)
+    except torch.OutOfMemoryError as error:
+        return Record(condition, "oom", machine, reason=_first_line(error))
+    except UnsupportedError as error:
+        return Record(condition, "unsupported", machine, reason=str(error))
+    except Exception as error:  # noqa: BLE001 - a cell that fails for any reason is a result, and costs no other cell
+        return Record(condition, "failed", machine, reason=f"{type(error).__name__}: {_first_line(error)}")
+
+
+def run_apart(condition: Condition, effort: Effort, device: str, machine: Mapping[str, Any]) -> Record:
+    """``run_cell`` in a process of its own; where that dies, the cell has failed."""
+    try:
+        return isolated(run_cell, condition, effort, device, machine, timeout_s=effort.timeout_s)
+    except Died as ending:
+        return Record(condition, "failed", machine, reason=str(ending))
+
+
+def _measure(condition: Condition, effort: Effort, device: str) -> tuple[Figures, dict[str, Any] | None]:
+    task = build(condition, device)
+    if condition.compile == "regional":
+        compile_blocks(task)
+    more = {"offload_min_bytes": 1} if condition.size == "tiny" and mode(condition.mode).attaches else {}
+    with cpu_offload() if device == "cpu" else nullcontext(), kernels(condition.attention):
+        begin = time.perf_counter()
+        with mode(condition.mode).enter(task, **more) as handle:
+            measured = _steps(task, effort, device, begin)
+            receipt = _receipt(task, handle) if handle is not None else None
+    figures = Figures(
+        step_s=statistics.median(measured.times_s),
+        step_times_s=tuple(measured.times_s),
+        warm_up_steps=effort.warm_up,
+        peak_allocated_bytes=measured.peak_allocated_bytes,
+        peak_reserved_bytes=measured.peak_reserved_bytes,
+        host_peak_bytes=host_peak_bytes(),
+        first_step_s=measured.first_step_s,
+        parameters=task.parameters,
+        trainable_parameters=sum(tensor.numel() for tensor in task.trained),
+    )
+    return figures, receipt
+
+
+def _steps(task: Task, effort: Effort, device: str, begin: float) -> _Measured:
+    """Steps follow each other as in training; the host waits for the device once a step, for its time."""
+    measured = _Measured()
+    for number in range(effort.warm_up):
+        task.step()
+        synchronize(device)
+        if number == 0:
+            measured.first_step_s = time.perf_counter() - begin
+    gc.collect()
+    with peaks(device, measured):
+        while _goes_on(measured.times_s, effort):
+            start = time.perf_counter()
+            task.step()
+            synchronize(device)
+            measured.times_s.append(time.perf_counter() - start)
+    return measured
+
+
+def _goes_on(times_s: list[float], effort: Effort) -> bool:
+    return len(times_s) < effort.steps and (len(times_s) < _FEWEST_STEPS or sum(times_s) < effort.most_s)
+
+
+@contextmanager
+def peaks(device: str, measured: _Measured) -> Iterator[None]:
+    """On the CPU the device's memory is the process's."""
+    if device == "cpu":
+        yield
+        measured.peak_allocated_bytes = measured.peak_reserved_bytes = host_peak_bytes()
+        return
+    torch.accelerator.reset_peak_memory_stats()
+    yield
+    measured.peak_allocated_bytes = torch.accelerator.max_memory_allocated()
+    measured.peak_reserved_bytes = torch.accelerator.max_memory_reserved()
+
+
+def compile_blocks(task: Task) -> None:
+    """Regional compilation: each block compiled by itself, blocks of one class share what is compiled."""
+    for block in task.blocks:
+        block.compile()
+
+
+def synchronize(device: str) -> None:
+    if device != "cpu":
+        torch.accelerator.synchronize()
+
+
+def host_peak_bytes() -> int:
+    """Of this process, over its life."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _receipt(task: Task, handle: Handle) -> dict[str, Any]:
+    """The receipt with its blocks counted by treatment; a stack that nothing treats is told as inert."""
+    receipt = handle.receipt().as_dict()
+    missing = [
+        {"option": "backend", "reason": f"{len(names)} blocks of {kind} ({names[0]} the first) are in no treated stack"}
+        for kind, names in uncovered(task.model, task.stacks)
+    ]
+    treatments = Counter(block["treatment"] for block in receipt["blocks"])
+    return {**receipt, "blocks": dict(treatments), "inert": receipt["inert"] + missing}
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0][:300]

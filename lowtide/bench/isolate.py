@@ -1,0 +1,63 @@
+"""Runs each cell in a process of its own, so that a crash or memory left behind costs one cell.
+
+Processes are forked from a server that has imported the libraries and has never touched an accelerator: a cell begins
+in a moment, and begins clean.
+"""
+
+import multiprocessing
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from typing import Any, TypeVar
+
+from lowtide.errors import MachineError
+
+_T = TypeVar("_T")
+_PRELOAD = ["lowtide.bench.cell", "diffusers.models.attention_dispatch", "torch._dynamo"]
+_OUT_OF_HOST_MEMORY = -9
+
+
+class Died(MachineError):
+    """The process gave no result; says how it ended."""
+
+
+def isolated(function: Callable[..., _T], *arguments: Any, timeout_s: float = 1800.0) -> _T:
+    """What ``function`` returns, called in a new process; both must be picklable.
+
+    timeout_s: a process that takes longer is ended. Raises Died where it gave no result.
+    """
+    context = _context()
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(theirs, function, arguments), daemon=True)  # type: ignore[attr-defined]
+    process.start()
+    theirs.close()
+    with ours:
+        try:
+            if not ours.poll(timeout_s):
+                raise Died(f"took longer than {timeout_s:.0f} s")
+            return ours.recv()
+        except EOFError:
+            process.join()
+            raise Died(_ending(process.exitcode)) from None
+        finally:
+            process.kill()
+            process.join()
+
+
+def _context() -> BaseContext:
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
+
+
+def _send(theirs: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    with theirs:
+        theirs.send(function(*arguments))
+
+
+def _ending(code: int | None) -> str:
+    if code == _OUT_OF_HOST_MEMORY:
+        return "its process was killed: CPU memory ran out, probably"
+    return f"its process was ended by signal {-code}" if code and code < 0 else f"its process ended with code {code}"

@@ -1,0 +1,219 @@
+"""``lowtide bench synthetic`` and ``lowtide bench family``: cells of a benchmark, each in a process of its own."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from lowtide.cli.output import say, show, working
+from lowtide.errors import ConfigError, MachineError
+from lowtide.units import format_bytes
+
+if TYPE_CHECKING:
+    from lowtide.bench.record import Condition, Record
+    from lowtide.bench.sweep import Progress as Told
+
+INSTALL = "pip install 'lowtide[bench]'"
+_INTERRUPTED = 130
+
+Works = Annotated[list[str] | None, typer.Option("--work", metavar="BLOCKSxTOKENS", help="Default: the public four.")]
+Names = Annotated[list[str], typer.Argument(metavar="NAME…", help="Families (`lowtide families` lists them), or all.")]
+Modes = Annotated[str, typer.Option(metavar="LIST", help="Modes, separated by commas, or all. docs/bench.md.")]
+Adapters = Annotated[str, typer.Option(metavar="LIST", help="What is trained: frozen, lora, full, by commas.")]
+Adapter = Annotated[str, typer.Option(metavar="NAME", help="What is trained: lora or full.")]
+Rank = Annotated[int, typer.Option(metavar="N", min=1, help="Rank of the LoRA.")]
+Precision = Annotated[str, typer.Option(metavar="NAME", help="Of the base's weights. docs/bench.md.")]
+Compile = Annotated[str, typer.Option("--compile", metavar="off|regional", help="Compile each block by itself.")]
+Attention = Annotated[str, typer.Option(metavar="NAME", help="default, no-cudnn, flash, cudnn, efficient, math.")]
+Sizes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=N", help="Another size of the inputs (B, H, W, FR, T …). Several times."),
+]
+Largest = Annotated[
+    str,
+    typer.Option(metavar="N", help="Models of more parameters are cut to fewer blocks (10e9). 'none': never."),
+]
+Size = Annotated[str, typer.Option(metavar="real|tiny", help="tiny: to try a benchmark out, on a CPU too.")]
+Out = Annotated[Path, typer.Option(metavar="DIR", help="Results are appended there; what is finished is skipped.")]
+WarmUp = Annotated[int, typer.Option(metavar="N", min=1, help="First steps, that are not counted.")]
+Steps = Annotated[int, typer.Option(metavar="N", min=2, help="Counted steps.")]
+Again = Annotated[bool, typer.Option("--again", help="Run finished cells once more.")]
+
+
+def synthetic(
+    out: Out,
+    work: Works = None,
+    modes: Modes = "all",
+    adapter: Adapters = "frozen,lora,full",
+    rank: Rank = 16,
+    compile: Compile = "off",
+    attention: Attention = "flash",
+    size: Size = "real",
+    warm_up: WarmUp = 5,
+    steps: Steps = 10,
+    again: Again = False,
+) -> None:
+    """Measure synthetic transformer blocks (width 3072, 24 heads), as public tables of offload have them."""
+    with working():
+        sweep = _bench()
+        common = {"compile": compile, "attention": attention, "size": size, "rank": rank}
+        works = work or sweep.SYNTHETIC
+        cells = sweep.synthetic_conditions(works, mode_names(modes), _listed(adapter), **common)
+        made = _swept(cells, out / "synthetic.jsonl", warm_up, steps, again)
+    show(*_ending(made, out))
+
+
+def family(
+    names: Names,
+    out: Out,
+    modes: Modes = "all",
+    adapter: Adapter = "lora",
+    rank: Rank = 16,
+    precision: Precision = "bf16",
+    compile: Compile = "off",
+    attention: Attention = "default",
+    sizes: Sizes = None,
+    largest: Largest = "10e9",
+    size: Size = "real",
+    warm_up: WarmUp = 5,
+    steps: Steps = 10,
+    again: Again = False,
+) -> None:
+    """Measure families in their real configuration with random weights: seconds a step and peak memory by mode."""
+    with working():
+        sweep = _bench()
+        common = {"precision": precision, "compile": compile, "attention": attention, "size": size}
+        cells = sweep.family_conditions(
+            _families(names), mode_names(modes), _sizes(sizes or ()), _parameters(largest),
+            adapter=adapter, rank=rank if adapter == "lora" else None, **common,
+        )  # fmt: skip
+        made = _swept(cells, out / "family.jsonl", warm_up, steps, again)
+    show(*_ending(made, out))
+
+
+def mode_names(text: str) -> list[str]:
+    """Raises ConfigError for an unknown mode."""
+    from lowtide.bench.modes import MODES, mode
+
+    return list(MODES) if text.strip() == "all" else [mode(name).name for name in _listed(text)]
+
+
+def _bench() -> Any:
+    """The part that needs the benchmark's libraries. Raises ConfigError where one is not installed."""
+    try:
+        from lowtide.bench import isolate, sweep  # noqa: F401 - to fail here, with one message
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"benchmarks need {error.name}, which is not installed. Install: {INSTALL}") from error
+    return sweep
+
+
+def _swept(cells: "Iterable[Condition]", out: Path, warm_up: int, steps: int, again: bool) -> "list[Record]":
+    from lowtide.bench.cell import Effort, run_apart
+    from lowtide.bench.isolate import isolated
+    from lowtide.bench.provenance import machine
+    from lowtide.bench.sweep import sweep
+
+    wanted = [_checked(cell) for cell in cells]
+    device = "cpu" if all(cell.size == "tiny" for cell in wanted) else _accelerator()
+    facts = isolated(machine, device)  # this process must not touch the accelerator: cells need all of it
+    effort = Effort(warm_up, steps)
+    with _told() as tell:
+        try:
+            return sweep(wanted, lambda cell: run_apart(cell, effort, device, facts), out, facts["card"], tell, again)
+        except KeyboardInterrupt:
+            say("Stopped. What was measured is written; run the same command again: it goes on from there.")
+            raise typer.Exit(_INTERRUPTED) from None
+
+
+def _accelerator() -> str:
+    import torch
+
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        raise MachineError("there is no accelerator; real sizes are measured on one. --size tiny runs on the CPU")
+    return device.type
+
+
+def _checked(condition: "Condition") -> "Condition":
+    """Raises ConfigError for what no cell could run: better before the first than after the last."""
+    from lowtide.bench.check import check
+
+    check(condition)
+    return condition
+
+
+@contextmanager
+def _told() -> "Iterator[Callable[[Told], None]]":
+    """A bar with the time that is left on a terminal; a line for each cell everywhere."""
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("cells", total=None)
+
+        def tell(told: "Told") -> None:
+            name = f"{told.condition.work} {told.condition.mode}"
+            bar.update(task, total=told.total, completed=told.number + (told.record is not None), description=name)
+            if told.record is not None:
+                line = f"{told.number + 1}/{told.total} {_title(told.condition)}: {_outcome(told.record)}"
+                bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+        yield tell
+
+
+def _title(condition: "Condition") -> str:
+    extra = [condition.adapter, condition.precision, f"compile {condition.compile}" * (condition.compile != "off")]
+    return ", ".join(filter(None, [condition.work, condition.mode, *extra]))
+
+
+def _outcome(record: "Record") -> str:
+    figures = record.figures
+    if figures is None:
+        return f"{record.state}: {record.reason}"
+    inert = f"  INERT: {'; '.join(record.inert)}" if record.inert else ""
+    return f"{figures.step_s:.4f} s, {format_bytes(figures.peak_allocated_bytes)}{inert}"
+
+
+def _ending(made: "list[Record]", out: Path) -> Iterator[str]:
+    if not made:
+        yield f"Every cell was measured before; --again runs them once more. `lowtide bench report {out}` shows them."
+        return
+    results = sum(record.state == "ok" for record in made)
+    yield f"{len(made)} cells run, {results} with figures. `lowtide bench report {out}` shows all."
+
+
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _families(names: list[str]) -> list[str]:
+    from lowtide import families
+
+    if [name.lower() for name in names] == ["all"]:
+        return [row.key for row in families.all_families()]
+    return names
+
+
+def _sizes(pairs: Iterable[str]) -> dict[str, int]:
+    sizes = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not value.strip().isdigit() or int(value) < 1:
+            raise ConfigError(f"--set {pair!r} is not allowed; expected NAME=N with a whole number from 1, as in B=2")
+        sizes[name.strip()] = int(value)
+    return sizes
+
+
+def _parameters(text: str) -> int:
+    if text.strip().lower() == "none":
+        return 10**15
+    try:
+        count = float(text)
+    except ValueError:
+        count = -1.0
+    if not count >= 1:
+        raise ConfigError(f"--largest {text!r} is not allowed; expected a number of parameters, as in 10e9, or 'none'")
+    return int(count)

@@ -1,0 +1,106 @@
+"""``lowtide bench report`` and ``lowtide bench compare``: what lies in benchmark records, for people."""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+
+from lowtide.cli.options import AsJson
+from lowtide.cli.output import show, show_json, working
+from lowtide.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lowtide.bench.compare import Change, Comparison
+    from lowtide.bench.record import Record
+    from lowtide.bench.report import Report
+
+_INSTALL = "pip install 'lowtide[bench]'"
+_RECORDS_HELP = "A file of benchmark records (JSON lines), or a folder of *.jsonl files."
+
+Records = Annotated[Path, typer.Argument(metavar="DIR", help=_RECORDS_HELP)]
+Out = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Where to write. Default: the folder `report` beside the records.")
+]
+Before = Annotated[Path, typer.Argument(metavar="A", help=f"Before. {_RECORDS_HELP}")]
+After = Annotated[Path, typer.Argument(metavar="B", help="After: as A.")]
+
+
+def report(records: Records, out: Out = None) -> None:
+    """Write a report over benchmark records: Markdown, one HTML page that needs nothing else, and frontier plots."""
+    with working():
+        found = _read(records)
+        try:
+            from lowtide.bench.files import write_report
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"a report needs {error.name}, which is not installed. Install: {_INSTALL}") from error
+        from lowtide.bench.report import build_report
+
+        result = build_report(found)
+        folder = records if records.is_dir() else records.parent
+        written = write_report(result, out or folder / "report")
+    show(*_summary(result, written))
+
+
+def compare(a: Before, b: After, json: AsJson = False) -> None:
+    """Compare two sets of benchmark records, A before and B after. Exit code 1 if something got worse beyond noise."""
+    with working():
+        from lowtide.bench.compare import compare as compared
+
+        comparison = compared(_read(a), _read(b))
+    if json:
+        show_json(comparison.as_dict())
+    else:
+        show(*_in_words(comparison))
+    if comparison.regressions:
+        raise typer.Exit(1)
+
+
+def _read(path: Path) -> "list[Record]":
+    """The records, at least one. Raises ConfigError where there are none."""
+    from lowtide.bench.record import read
+
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist; give a folder of benchmark records (*.jsonl), or one such file")
+    records = list(read(path))
+    if not records:
+        raise ConfigError(f"{path} holds no benchmark records (*.jsonl); `lowtide bench synthetic` makes some")
+    return records
+
+
+def _summary(report: "Report", written: list[Path]) -> Iterator[RenderableType]:
+    states = Counter(cell.state for cell in report.cells)
+    counts = ", ".join(f"{count} {'results' if state == 'ok' else state}" for state, count in states.items())
+    yield f"{len(report.matrices)} works, {len(report.cells)} cells: {counts}."
+    for matrix in report.matrices:
+        for column in matrix.columns:
+            for cell in column.cells:
+                for what in cell.outcome.disagreements() if cell.outcome else ():
+                    where = f"{matrix.title}, {column.title}, {cell.mode}"
+                    yield Text(f"runs disagree: {where}: {what}", style="yellow")
+    yield from (_path(path) for path in written)
+
+
+def _path(path: Path) -> Text:
+    """A line that a terminal wraps but rich does not, so that it can be copied."""
+    return Text(str(path), no_wrap=True, overflow="ignore")
+
+
+def _in_words(comparison: "Comparison") -> Iterator[RenderableType]:
+    from lowtide.bench.compare import KINDS, NOISE
+
+    for kind, meaning in KINDS.items():
+        changes = comparison.of(kind)
+        if changes:
+            yield Text(f"{kind} ({meaning}): {len(changes)}", style="red" if kind == "regression" else "bold")
+            yield from map(_line, changes)
+    yield f"{comparison.unchanged} cells are the same within noise."
+    yield NOISE
+
+
+def _line(change: "Change") -> Text:
+    what = "" if change.what == "state" else f"{change.what} "
+    return Text(f"  {change.work}, {change.mode} ({change.condition}): {what}{change.before} → {change.after}")

@@ -1,0 +1,77 @@
+"""``lowtide bench report`` and ``lowtide bench compare``: words, files and exit codes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from lowtide.cli import bench_report
+from lowtide.cli.app import Commands
+from tests.bench.records import EVERY_STATE, ok, write
+
+
+@pytest.fixture
+def bench() -> Callable[..., Any]:
+    """Runs a command as the `bench` group has it."""
+    app = typer.Typer(cls=Commands)
+    app.command("report")(bench_report.report)
+    app.command("compare")(bench_report.compare)
+    return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+
+
+def test_a_report_is_written_beside_the_records(bench: Callable[..., Any], tmp_path: Path) -> None:
+    result = bench("report", write(tmp_path, EVERY_STATE))
+    assert result.exit_code == 0, result.stderr
+    assert "1 works, 15 cells: 3 results, 8 not run, 1 inert, 1 oom, 1 unsupported, 1 failed." in result.stdout
+    for name in ("report.md", "report.html", "images/frontier-sd3_medium.svg"):
+        assert (tmp_path / "report" / name).is_file()
+        assert str(tmp_path / "report" / name) in result.stdout.splitlines()
+
+
+def test_out_says_where(bench: Callable[..., Any], tmp_path: Path) -> None:
+    records = write(tmp_path / "records", [ok(step_s=1.0), ok(step_s=2.0)]) / "records.jsonl"
+    result = bench("report", records, "--out", tmp_path / "page")
+    assert result.exit_code == 0, result.stderr
+    assert (tmp_path / "page" / "report.html").is_file()
+    assert not (tmp_path / "records" / "report").exists()
+    assert "runs disagree: SD3 medium, s/step / GiB, layer: s/step and spread: 1 ± 0, 2 ± 0" in result.stdout
+
+
+def test_nothing_to_report_on(bench: Callable[..., Any], tmp_path: Path) -> None:
+    result = bench("report", tmp_path)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "holds no benchmark records (*.jsonl); `lowtide bench synthetic` makes some" in result.stderr
+    result = bench("report", tmp_path / "nowhere")
+    assert result.exit_code == 2 and "does not exist" in result.stderr
+
+
+def test_a_regression_is_exit_code_1(bench: Callable[..., Any], tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", [ok(step_s=1.0)]), write(tmp_path / "b", [ok(step_s=2.0)])
+    result = bench("compare", a, b)
+    assert result.exit_code == 1
+    assert "regression (worse beyond noise, or a result that is none any more): 1" in result.stdout
+    assert "time 1.000 s ± 0 → 2.000 s ± 0 (+100.0 %)" in " ".join(result.stdout.split())
+    assert bench("compare", b, a).exit_code == 0
+
+
+def test_the_same_records_are_the_same(bench: Callable[..., Any], tmp_path: Path) -> None:
+    a = write(tmp_path / "a", EVERY_STATE)
+    result = bench("compare", a, a)
+    assert result.exit_code == 0
+    assert result.stdout.startswith("7 cells are the same within noise.")
+
+
+def test_json_is_one_object(bench: Callable[..., Any], tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", [ok(step_s=1.0)]), write(tmp_path / "b", [ok(step_s=2.0), ok(mode="ffn")])
+    result = bench("compare", a, b, "--json")
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert found["unchanged"] == 0
+    assert [(change["kind"], change["mode"], change["what"]) for change in found["changes"]] == [
+        ("regression", "layer", "time"),
+        ("new", "ffn", "state"),
+    ]

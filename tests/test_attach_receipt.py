@@ -1,0 +1,97 @@
+"""What receipts say of options that a model cannot honour, of the block that runs last, and in one line."""
+
+import warnings
+from typing import Any
+
+import diffusers
+import pytest
+from torch import nn
+
+import lowtide
+from lowtide import families
+from lowtide.families import Family
+from lowtide.handle import RUNS_LAST
+from lowtide.measure.build import build_model
+from lowtide.measure.inputs import build_inputs
+from lowtide.measure.parity import run_step
+from lowtide.runtime.receipt import Receipt
+from lowtide.testing import cpu_offload
+
+SANA = families.find("sana")
+
+
+def sana(depth: int) -> nn.Module:
+    return diffusers.SanaTransformer2DModel(**{**SANA.tiny.config, "num_layers": depth})
+
+
+def receipt_of(model: nn.Module, row: Family = SANA, **options: Any) -> Receipt:
+    with cpu_offload(), lowtide.attach(model, offload_min_bytes=0, **options) as handle:
+        run_step(model, build_inputs(row.tiny))
+        return handle.receipt()
+
+
+@pytest.mark.parametrize(
+    ("depth", "options", "warning", "ignored"),
+    [
+        (1, {"interval": 2}, "interval 2 is wider than the deepest block stack", ["interval"]),
+        (1, {"interval": 1, "segment_stride": 2}, "segment_stride is ignored for Sana", ["segment_stride"]),
+        (3, {"interval": 3, "segment_stride": 4}, "more than 3 blocks, so there is no gap", ["segment_stride"]),
+        (3, {"interval": 4, "segment_stride": 5}, "interval 4 is wider than", ["segment_stride"]),
+        (
+            3,
+            {"backend": "torch-ffn", "interval": 3, "segment_stride": 3},
+            "segment_stride is ignored",
+            ["segment_stride"],
+        ),
+        (3, {"interval": 4}, "interval 4 is wider than", []),
+    ],
+)
+def test_what_no_step_can_honour_is_warned_of_once_and_ignored(
+    depth: int, options: dict[str, Any], warning: str, ignored: list[str]
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        receipt = receipt_of(sana(depth), **options)
+    assert [warning in str(item.message) for item in caught] == [True]
+    assert [note.subject for note in receipt.ignored] == ignored
+    assert not {note.subject for note in receipt.inert} & set(ignored)
+
+
+def test_what_a_model_can_honour_is_not_ignored() -> None:
+    receipt = receipt_of(sana(3), interval=2, segment_stride=3)
+    assert receipt.ignored == receipt.inert == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "staying"),
+    [
+        ({"backend": "unsloth"}, [7]),
+        ({"backend": "unsloth", "interval": 2}, [6, 7]),
+        ({"backend": None, "offload_attention": True}, [7]),
+        ({"backend": "unsloth-ffn"}, [7]),
+        ({"backend": "torch"}, []),
+        ({"backend": "unsloth", "interval": 1, "segment_stride": 2}, []),
+    ],
+    ids=str,
+)
+def test_what_runs_last_says_that_it_stays(options: dict[str, Any], staying: list[int]) -> None:
+    receipt = receipt_of(build_model(SANA), **options)
+    assert [block.index for block in receipt.blocks if block.reason == RUNS_LAST] == staying
+    assert all(block.reason is None for block in receipt.blocks if block.index not in staying)
+
+
+def test_a_last_block_of_which_nothing_would_move_says_nothing() -> None:
+    row = families.find("sd15")  # ends with a ResNet, which has no attention
+    *_, last = receipt_of(build_model(row), row, backend=None, offload_attention=True).blocks
+    assert (last.treatment, last.cpu_bytes) == ("kept", 0)
+    assert (last.reason == RUNS_LAST) == (".transformer_blocks." in last.name)
+
+
+def test_a_receipt_in_one_line() -> None:
+    receipt = receipt_of(build_model(SANA), interval=2, segment_stride=4, offload_attention=True)
+    text = repr(receipt)
+    assert text.startswith("<Receipt: 8 blocks: 4 whole, 3 kept+offload, 1 kept; 4 recomputations; ")
+    assert " kept, " in text and " on CPU, " in text and text.endswith(" recomputed>")
+    inert = repr(receipt_of(build_model(SANA), offload_attention=True))
+    assert inert.endswith("; inert: offload_attention>")
+    assert len(inert) < 200
