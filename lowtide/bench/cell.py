@@ -64,7 +64,7 @@ def run_cell(condition: Condition, effort: Effort, device: str, machine: Mapping
 def run_apart(condition: Condition, effort: Effort, device: str, machine: Mapping[str, Any]) -> Record:
     """``run_cell`` in a process of its own; where that dies, the cell has failed."""
     try:
-        return isolated(run_cell, condition, effort, device, machine, timeout_s=effort.timeout_s)
+        return isolated(run_cell, condition, effort, device, machine, device=device, timeout_s=effort.timeout_s)
     except Died as ending:
         return Record(condition, "failed", machine, reason=str(ending))
 

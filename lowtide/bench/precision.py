@@ -41,7 +41,9 @@ def _sdnq(model: nn.Module, **settings: Any) -> None:
 
 def _torchao(model: nn.Module, config_name: str) -> None:
     """https://github.com/pytorch/ao: weights in float8 with a scale a row."""
-    quantization: Any = import_module("torchao.quantization")  # no dependency of ours: it warns wherever it is installed
+    quantization: Any = import_module(
+        "torchao.quantization"
+    )  # no dependency of ours: it warns wherever it is installed
     config = getattr(quantization, config_name)()
     quantization.quantize_(model, config, filter_fn=_is_large)
 

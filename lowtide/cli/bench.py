@@ -119,7 +119,9 @@ def _swept(cells: "Iterable[Condition]", out: Path, warm_up: int, steps: int, ag
 
     wanted = [_checked(cell) for cell in cells]
     device = "cpu" if all(cell.size == "tiny" for cell in wanted) else _accelerator()
-    facts = isolated(machine, device)  # this process must not touch the accelerator: cells need all of it
+    facts = isolated(
+        machine, device, device=device
+    )  # this process must not touch the accelerator: cells need all of it
     effort = Effort(warm_up, steps)
     with _told() as tell:
         try:

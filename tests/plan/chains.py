@@ -1,0 +1,87 @@
+"""Small steps with made-up costs, and every assignment of them, tried one by one."""
+
+import itertools
+from collections.abc import Iterator
+
+from hypothesis import strategies as st
+
+from lowtide.plan.assignment import Assignment
+from lowtide.plan.costs import BlockKind, LinkRates, StepCosts, TreatmentCost
+from lowtide.plan.predict_step import StepPrediction, predict_step
+from lowtide.plan.schedule import ATTENTION, BOUNDARY, FFN, KEPT, SAVED, SELECTIVE, WHOLE
+
+WAYS = [
+    (KEPT, (ATTENTION,), 1),
+    (KEPT, (SAVED,), 1),
+    (FFN, (), 1),
+    (FFN, (BOUNDARY, SAVED), 1),
+    (WHOLE, (), 1),
+    (WHOLE, (BOUNDARY,), 1),
+    (WHOLE, (), 2),
+    (WHOLE, (BOUNDARY,), 3),
+    (SELECTIVE, (ATTENTION,), 1),
+]
+BYTE_MS = 0.25
+LINK = LinkRates(1e3 / 2**30 / BYTE_MS, 1e3 / 2**30 / BYTE_MS / 2)
+"""A byte takes a quarter of a ms out, and half a ms back."""
+
+_sizes = st.integers(0, 40)
+_times = st.integers(0, 8).map(float)
+
+
+@st.composite
+def treatments(draw: st.DrawFn, way: tuple[str, tuple[str, ...], int]) -> TreatmentCost:
+    treatment, moves, blocks = way
+    cpu_bytes = draw(_sizes) if moves else 0
+    copied_bytes = cpu_bytes + (draw(st.integers(0, 5)) if moves else 0)
+    extra_ms = draw(_times), draw(_times)
+    return TreatmentCost(
+        treatment, frozenset(moves), blocks, *extra_ms, draw(_sizes), cpu_bytes, draw(_sizes), copied_bytes
+    )
+
+
+@st.composite
+def kinds(draw: st.DrawFn) -> BlockKind:
+    ways = draw(st.lists(st.sampled_from(WAYS), unique=True, max_size=4))
+    plain = TreatmentCost(KEPT, kept_bytes=draw(_sizes), working_bytes=draw(_sizes))
+    return BlockKind(draw(_times), draw(_times), (plain, *(draw(treatments(way)) for way in ways)))
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> StepCosts:
+    """Up to six blocks of up to three kinds in one or two stacks."""
+    names = ["a", "b", "c"][: draw(st.integers(1, 3))]
+    blocks = draw(st.lists(st.sampled_from(names), min_size=1, max_size=6))
+    cut = draw(st.integers(0, len(blocks)))
+    return StepCosts(
+        {name: draw(kinds()) for name in names},
+        {"first": tuple(blocks[:cut]), "second": tuple(blocks[cut:])},
+        resident_bytes=draw(_sizes),
+        elsewhere_bytes=draw(st.sampled_from((0, 0, 60))),
+        other_ms=draw(_times),
+        link=draw(st.sampled_from((LINK, LINK, None))),
+        host_limit_bytes=draw(st.none() | st.integers(0, 100)),
+    )
+
+
+def every_assignment(costs: StepCosts) -> Iterator[tuple[Assignment, StepPrediction]]:
+    """All that can run: what runs last stays, nothing moves without a link, CPU memory is not exceeded."""
+    stacks = [list(_every_stack(costs, kinds)) for kinds in costs.stacks.values()]
+    for chosen in itertools.product(*stacks):
+        assignment = dict(zip(costs.stacks, chosen, strict=True))
+        flat = [cost for part in chosen for cost in part]
+        if flat[-1].moves or (costs.link is None and any(cost.moves for cost in flat)):
+            continue
+        prediction = predict_step(costs, assignment)
+        if costs.host_limit_bytes is None or prediction.cpu_bytes <= costs.host_limit_bytes:
+            yield assignment, prediction
+
+
+def _every_stack(costs: StepCosts, kinds: tuple[str, ...]) -> Iterator[tuple[TreatmentCost, ...]]:
+    if not kinds:
+        yield ()
+        return
+    for cost in costs.kinds[kinds[0]].treatments:
+        if len(kinds) >= cost.blocks and set(kinds[: cost.blocks]) == {kinds[0]}:
+            for rest in _every_stack(costs, kinds[cost.blocks :]):
+                yield (cost, *rest)
