@@ -16,11 +16,15 @@ from torch.utils import _python_dispatch as dispatch
 
 @dataclass(frozen=True)
 class Provider:
-    """One piece of process or thread state: ``getters`` read it, ``enter(*values)`` holds it for a while."""
+    """One piece of process or thread state: ``getters`` read it, ``enter(*values)`` holds it for a while.
+
+    decided_late: of the getters, those whose value is not the one in use until the state is used for the first time.
+    """
 
     name: str
     getters: tuple[Callable[[], Any], ...]
     enter: Callable[..., AbstractContextManager[Any]]
+    decided_late: tuple[Callable[[], Any], ...] = ()
 
 
 @contextmanager
@@ -32,9 +36,14 @@ def _held(write: Callable[..., Any], before: tuple[Any, ...], values: tuple[Any,
         write(*before)
 
 
-def _setting(name: str, write: Callable[..., Any], *getters: Callable[[], Any]) -> Provider:
+def _setting(
+    name: str,
+    write: Callable[..., Any],
+    *getters: Callable[[], Any],
+    decided_late: tuple[Callable[[], Any], ...] = (),
+) -> Provider:
     """State that is read by ``getters`` and written back by one call."""
-    return Provider(name, getters, lambda *values: _held(write, tuple(get() for get in getters), values))
+    return Provider(name, getters, lambda *values: _held(write, tuple(get() for get in getters), values), decided_late)
 
 
 def _autocast(device: str) -> Provider:
@@ -66,6 +75,8 @@ def _attention_kernels() -> Provider:
         core._get_math_sdp_enabled,
         core._get_cudnn_sdp_enabled,
         core._get_sdp_priority_order,
+        # torch puts cuDNN first on Hopper and Blackwell, at the first attention of a process
+        decided_late=(core._get_sdp_priority_order,),
     )
 
 
@@ -140,9 +151,16 @@ class Context:
     def __init__(self, providers: Sequence[Provider]) -> None:
         self.providers = tuple(providers)
         self._getters = tuple(get for provider in self.providers for get in provider.getters)
+        late = [get for provider in self.providers for get in provider.decided_late]
+        self._late = [(number, get) for number, get in enumerate(self._getters) if get in late]
 
     def capture(self) -> list[Any]:
         return [get() for get in self._getters]
+
+    def settle(self, captured: list[Any]) -> None:
+        """Once the call is over: what the state it used has turned out to be (rule 11)."""
+        for number, get in self._late:
+            captured[number] = get()
 
     @contextmanager
     def restored(self, captured: list[Any]) -> Iterator[None]:

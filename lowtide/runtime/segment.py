@@ -20,7 +20,7 @@ Rules, each found by breaking an experiment (docs/engine.md tells users what fol
  9. Leaves of arguments are an allow-list (see flatten.py); other objects may be mutated unseen: the block is kept.
 10. A weight changed or exchanged between forward and backward is an error, unless a library that moves weights has
     hooks there.
-11. Every call captures and restores its own context (see context.py).
+11. Every call captures and restores its own context (see context.py); what torch decides at first use, after it.
 12. No early stop where a module has forward hooks or a patched forward: they would be skipped.
 13. A mismatch names the block and the likely causes.
 14. Reading saved tensors inside a block works, because values belong to place-holders.
@@ -266,6 +266,7 @@ class Segment:
             with saved_tensors_hooks(pack, unpack):
                 output = function(*args, **kwargs)
             call.finish()
+            self.context.settle(call.captured)
             if call.drops and versions != [version_of(tensor) for tensor in leaves]:
                 raise _changed_argument(call, leaves, versions)
         except BaseException:

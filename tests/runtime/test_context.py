@@ -100,6 +100,36 @@ def test_recomputation_sees_the_forwards_context(name: str, interval: int) -> No
         assert block.seen[0] != outside or name == "autocast off inside on"
 
 
+class DecidesLate(Block):
+    """Does what torch does on Hopper: the order of attention kernels is what it will be from its first use on."""
+
+    def __init__(self, order: list[int]) -> None:
+        super().__init__()
+        self.order, self.seen = order, list[tuple[int, ...]]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.seen:
+            torch._C._set_sdp_priority_order(self.order)
+        self.seen.append(tuple(torch._C._get_sdp_priority_order()))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+def test_what_torch_decides_at_its_first_use_is_restored_as_decided(interval: int) -> None:
+    torch.manual_seed(0)
+    before = torch._C._get_sdp_priority_order()
+    first = DecidesLate(list(reversed(before)))
+    model = Chain([Watches(lambda: tuple(torch._C._get_sdp_priority_order())), first, Block(), Block()])
+    try:
+        with lowtide.attach(model, interval=interval) as handle:
+            model(inputs()).sum().backward()
+            assert handle.receipt().totals["recompute_calls"] == 4
+        assert first.seen == [tuple(reversed(before))] * 2
+        assert torch._C._get_sdp_priority_order() == list(reversed(before))
+    finally:
+        torch._C._set_sdp_priority_order(before)
+
+
 def test_backward_inside_another_context_does_not_leak_into_the_recomputation() -> None:
     torch.manual_seed(0)
     model = Chain([Watches(lambda: torch.is_autocast_enabled("cpu")) for _ in range(2)])
