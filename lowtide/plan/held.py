@@ -97,6 +97,15 @@ class HeldTrace:
 
 
 @dataclass(frozen=True)
+class BlockBytes:
+    """Of one block of a stack; all its calls together. copied_bytes: out to CPU memory."""
+
+    kept_bytes: int
+    cpu_bytes: int
+    copied_bytes: int
+
+
+@dataclass(frozen=True)
 class Held:
     """A prediction for one step, in bytes of distinct storages.
 
@@ -106,6 +115,7 @@ class Held:
     call, so a branch that dies unused is in them. d2h_bytes: what is copied out to CPU memory; more than cpu_bytes
     where a block of which nothing moves held it on the device first.
     segments: names of the calls that are recomputed together; feed-forward modules by their own names.
+    blocks: by stack and index; a storage counts for the first block that keeps or moves it.
     """
 
     plain_bytes: int
@@ -115,6 +125,7 @@ class Held:
     recomputed_bytes: int
     d2h_bytes: int
     segments: tuple[tuple[str, ...], ...]
+    blocks: Mapping[tuple[str, int], BlockBytes]
 
 
 @dataclass
@@ -165,19 +176,24 @@ def predict(trace: HeldTrace, schedule: Schedule, min_bytes: int = MIN_BYTES) ->
     segments = _segments(trace, schedule)
     needed = [segment for segment in segments if segment.saved & trace.live and segment.dropping]
     books = _Books(trace, min_bytes, segments, schedule)
+    blocks: dict[tuple[str, int], BlockBytes] = {}
     for call in trace.calls:
         stack = schedule.stacks[call.stack]
+        before = books.totals()
         books.enter(call, stack.moves[call.index])
+        sofar = blocks.get((call.stack, call.index), BlockBytes(0, 0, 0))
+        blocks[call.stack, call.index] = books.since(before, sofar)
     plain = trace.glue.union(*(call.all_saved for call in trace.calls))
     held_by_segments = set().union(*(segment.holds for segment in needed))
     return Held(
         plain_bytes=trace.bytes_of(plain & trace.live),
         held_bytes=trace.bytes_of((trace.glue | books.saved) & trace.live | held_by_segments),
-        kept_bytes=trace.bytes_of(books.kept),
-        cpu_bytes=trace.bytes_of(books.moved),
+        kept_bytes=books.kept_bytes,
+        cpu_bytes=books.moved_bytes,
         recomputed_bytes=trace.bytes_of(books.dropped - books.kept - books.moved),
         d2h_bytes=books.d2h_bytes,
         segments=tuple(tuple(call.name for call in segment.calls) for segment in needed),
+        blocks=blocks,
     )
 
 
@@ -201,7 +217,7 @@ class _Books:
         self.kept: set[int] = set()
         self.moved: set[int] = set()
         self.dropped: set[int] = set()
-        self.d2h_bytes = 0
+        self.d2h_bytes = self.kept_bytes = self.moved_bytes = 0
         self._sizes = trace.sizes_bytes
         self._min_bytes = min_bytes
         self._any_moves = schedule.moves_anything
@@ -209,6 +225,14 @@ class _Books:
         self._segment_of = {id(call): segment for segment in segments for call in segment.calls}
         self._in_cpu_memory: set[int] = set()
         self._staying: set[int] = set()  # known to be on the device, so that moving it would save nothing
+
+    def totals(self) -> BlockBytes:
+        return BlockBytes(self.kept_bytes, self.moved_bytes, self.d2h_bytes)
+
+    def since(self, before: BlockBytes, sofar: BlockBytes) -> BlockBytes:
+        """What was entered since ``before``, on top of ``sofar``."""
+        now, fields = self.totals(), ("kept_bytes", "cpu_bytes", "copied_bytes")
+        return BlockBytes(*(getattr(sofar, f) + getattr(now, f) - getattr(before, f) for f in fields))
 
     def enter(self, call: ModuleCall, moves: frozenset[str], around: _Place = _Place.STAYS) -> None:
         """A call and all inside it. around: what becomes of that which the call around it saves."""
@@ -270,8 +294,13 @@ class _Books:
         return storage not in self._staying and self._sizes.get(storage, -1) >= self._min_bytes
 
     def _count(self, storage: int, book: set[int]) -> None:
-        if storage not in self.kept and storage not in self.moved:
-            book.add(storage)
+        if storage in self.kept or storage in self.moved:
+            return
+        book.add(storage)
+        if book is self.kept:
+            self.kept_bytes += self._sizes.get(storage, 0)
+        else:
+            self.moved_bytes += self._sizes.get(storage, 0)
 
 
 def _needed_at_once(schedule: Schedule) -> set[tuple[str, int]]:

@@ -1,0 +1,117 @@
+"""The fastest schedule within a budget, beside every fixed setting, "leave it off" among them."""
+
+from dataclasses import dataclass
+
+from lowtide.errors import ConfigError
+from lowtide.plan import modes
+from lowtide.plan.assignment import Assignment, schedule_of
+from lowtide.plan.costs import StepCosts
+from lowtide.plan.optimum import quickest, smallest
+from lowtide.plan.predict_step import StepPrediction, predict_step
+from lowtide.plan.schedule import Schedule
+from lowtide.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A fixed setting that was compared. cpu_bytes: what would wait in CPU memory."""
+
+    name: str
+    peak_bytes: int
+    step_ms: float
+    cpu_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule with what it is predicted to do.
+
+    mode: the fixed setting that it is, if it is one; modes.PLAIN: leave checkpointing off. alternatives: all fixed
+    settings. host_limit_bytes: how much may wait in CPU memory; None: no limit. source: where the figures come from
+    (costs.MEASURED, costs.FORECAST). states, within_ms: see optimum.Optimum.
+    """
+
+    budget_bytes: int
+    schedule: Schedule
+    prediction: StepPrediction
+    mode: str | None
+    alternatives: tuple[Alternative, ...]
+    host_limit_bytes: int | None
+    source: str
+    states: int = 0
+    within_ms: float = 0.0
+
+    @property
+    def leaves_off(self) -> bool:
+        return self.mode == modes.PLAIN
+
+
+def solve(costs: StepCosts, budget_bytes: int) -> Plan:
+    """The schedule of least predicted time whose predicted peak is within the budget.
+
+    The best over all treatments of all blocks (plan.search says why), so more budget never makes it slower, unless
+    ``within_ms`` says that the search was stopped. The plain run is taken whenever it fits, and a fixed setting before
+    a schedule that is no faster, the simplest first. Raises ConfigError where nothing fits, with the smallest peak that
+    can be reached.
+    """
+    fixed = [_Candidate(made, predict_step(costs, made), name) for name, made in modes.assignments(costs)]
+    least = smallest_peak(costs)
+    if not _fits(costs, least, budget_bytes):
+        raise ConfigError(_nothing_fits(costs, least, budget_bytes))
+    candidates = [*fixed, _Candidate(smallest(costs), least)]
+    best = min(
+        (candidate for candidate in candidates if _fits(costs, candidate.prediction, budget_bytes)),
+        key=lambda candidate: candidate.prediction.added_ms if candidate.name != modes.PLAIN else -1.0,
+    )
+    states, within_ms = 0, 0.0
+    if best.name != modes.PLAIN:
+        found = quickest(costs, budget_bytes, best.prediction.added_ms)
+        states, within_ms = found.states, found.within_ms
+        if found.assignment is not None:
+            best = _Candidate(found.assignment, predict_step(costs, found.assignment))
+    return Plan(
+        budget_bytes,
+        schedule_of(best.assignment),
+        best.prediction,
+        best.name,
+        tuple(_alternative(candidate) for candidate in fixed),
+        costs.host_limit_bytes,
+        costs.source,
+        states,
+        within_ms,
+    )
+
+
+def smallest_peak(costs: StepCosts) -> StepPrediction:
+    """The step with the lowest peak of all schedules, whatever time it takes."""
+    return predict_step(costs, smallest(costs))
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """name: of the fixed setting that it is, if it is one."""
+
+    assignment: Assignment
+    prediction: StepPrediction
+    name: str | None = None
+
+
+def _fits(costs: StepCosts, prediction: StepPrediction, budget_bytes: int) -> bool:
+    limit_bytes = costs.host_limit_bytes
+    return prediction.peak_bytes <= budget_bytes and (limit_bytes is None or prediction.cpu_bytes <= limit_bytes)
+
+
+def _alternative(candidate: _Candidate) -> Alternative:
+    made = candidate.prediction
+    return Alternative(candidate.name or "", made.peak_bytes, made.step_ms, made.cpu_bytes)
+
+
+def _nothing_fits(costs: StepCosts, smallest: StepPrediction, budget_bytes: int) -> str:
+    least, budget = (f"{format_bytes(size)} ({size} bytes)" for size in (smallest.peak_bytes, budget_bytes))
+    text = f"no schedule fits in {budget}: the smallest peak that can be reached is {least}"
+    if costs.elsewhere_bytes >= smallest.highest.peak_bytes:
+        return f"{text}, and it is reached outside of the blocks, where no schedule lowers it"
+    residents = format_bytes(costs.resident_bytes)
+    return (
+        f"{text}, of which {residents} are there whatever is done (weights, gradients, optimizer states and the like)"
+    )
