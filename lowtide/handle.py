@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +16,7 @@ from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.families.row import Stack
 from lowtide.inert import ignored, inert
 from lowtide.keys import is_unset
+from lowtide.plan.saved_plan import load_plan
 from lowtide.plan.schedule import ATTENTION, FFN, KEPT, MAX_SIZES, MIN_BYTES, MOVES, SELECTIVE, Schedule
 from lowtide.runtime.ledger import BlockRecord, Ledger
 from lowtide.runtime.receipt import BlockReceipt, Copies, Note, Receipt
@@ -158,7 +160,7 @@ def attach(
     offload_pin_memory_max_buckets: int = MAX_SIZES,
     offload_min_bytes: int = MIN_BYTES,
     family: str | None = None,
-    schedule: Schedule | None = None,
+    schedule: Schedule | str | Path | None = None,
     **unknown: Any,
 ) -> Handle:
     """Recompute activations of ``model``'s blocks in backward, or let them wait in CPU memory, with exactly the
@@ -174,8 +176,8 @@ def attach(
     offload_pin_memory_max_buckets: distinct sizes of pinned CPU buffers; 0: ordinary CPU memory.
     offload_min_bytes: smaller tensors stay on the device.
     family: a key, title or alias of ``lowtide families``; default: by the model's class.
-    schedule: an explicit treatment of every block (see lowtide.plan.schedule), instead of backend, interval,
-        segment_stride and offload_attention.
+    schedule: an explicit treatment of every block (see lowtide.plan.schedule), or the file of a saved plan, instead of
+        backend, interval, segment_stride and offload_attention.
 
     Raises ConfigError for a wrong value, a model that is attached already, or offload without an accelerator;
     UnsupportedError where the model cannot run the scope. Activation checkpointing with non-reentrant semantics: Chen
@@ -183,8 +185,13 @@ def attach(
     """
     if unknown:
         _refuse(unknown)
+    if isinstance(schedule, str | Path):
+        schedule = load_plan(schedule).schedule
     if schedule is not None and not isinstance(schedule, Schedule):
-        raise ConfigError(f"schedule must be a lowtide.plan.schedule.Schedule, not {type(schedule).__name__}")
+        raise ConfigError(
+            f"schedule must be a lowtide.plan.schedule.Schedule or the path of a saved plan, not a "
+            f"{type(schedule).__name__}"
+        )
     _check_own_switch(model)
     root, rows = _rows_for(model, family)
     stacks = resolve(root, rows)

@@ -104,18 +104,21 @@ def test_python_of_the_offload_page_runs() -> None:
 
 @pytest.mark.parametrize("words", [pytest.param(words, id=" ".join(words)) for words in commands("lowtide")])
 def test_command_is_understood(words: list[str]) -> None:
-    """Run as it stands; of ``train``, which needs a model of the reader's, the help and the file."""
+    """Run as it stands; of ``train`` and ``bench``, which need the reader's model or card, the help and the options."""
+    options = [word for word in words if word.startswith("--")]
     if words[0] == "train":
         assert (ROOT / words[1]).is_file()
-        words = ["train", "--help"]
-    result = CliRunner().invoke(app, words)
+    if words[0] in ("train", "bench"):
+        words = [*words[: 1 + (words[0] == "bench")], "--help"]
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
+    assert words[-1] != "--help" or all(option in result.output for option in options)
 
 
 def test_installable_extras_exist() -> None:
     metadata = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     extras = [extra for words in commands("pip") for extra in re.findall(r"\[(\w+)\]", words[1])]
-    assert extras == ["diffusers", "train"]
+    assert extras == ["diffusers", "train", "bench"]
     assert all(re.search(rf"^{extra} = \[", metadata, flags=re.MULTILINE) for extra in extras)
 
 

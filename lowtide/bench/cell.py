@@ -69,16 +69,26 @@ def run_apart(condition: Condition, effort: Effort, device: str, machine: Mappin
         return Record(condition, "failed", machine, reason=str(ending))
 
 
-def _measure(condition: Condition, effort: Effort, device: str) -> tuple[Figures, dict[str, Any] | None]:
+@contextmanager
+def entered(condition: Condition, device: str) -> Iterator[tuple[Task, Handle | None]]:
+    """The task of a cell in the cell's mode; with a handle where lowtide is attached. Raises what building raises."""
     task = build(condition, device)
     if condition.compile == "regional":
         compile_blocks(task)
     more = {"offload_min_bytes": 1} if condition.size == "tiny" and mode(condition.mode).attaches else {}
-    with cpu_offload() if device == "cpu" else nullcontext(), kernels(condition.attention):
-        begin = time.perf_counter()
-        with mode(condition.mode).enter(task, **more) as handle:
-            measured = _steps(task, effort, device, begin)
-            receipt = _receipt(task, handle) if handle is not None else None
+    with (
+        cpu_offload() if device == "cpu" else nullcontext(),
+        kernels(condition.attention),
+        mode(condition.mode).enter(task, **more) as handle,
+    ):
+        yield task, handle
+
+
+def _measure(condition: Condition, effort: Effort, device: str) -> tuple[Figures, dict[str, Any] | None]:
+    begin = time.perf_counter()
+    with entered(condition, device) as (task, handle):
+        measured = _steps(task, effort, device, begin)
+        receipt = _receipt(task, handle) if handle is not None else None
     figures = Figures(
         step_s=statistics.median(measured.times_s),
         step_times_s=tuple(measured.times_s),

@@ -50,7 +50,7 @@ class Figures:
     """Of the steps after warm-up.
 
     step_s: median; step_times_s: each. peak_*_bytes: of the accelerator, over those steps; host_peak_bytes: of the
-    process, over its life. first_step_s: attaching and the first step, pinning and compilation included.
+    process, over its life. first_step_s: building, attaching and the first step, pinning and compilation included.
     """
 
     step_s: float
@@ -107,11 +107,12 @@ def append(path: Path, record: Record) -> None:
 def read(path: Path) -> Iterator[Record]:
     """The records of a file, or of all ``*.jsonl`` files of a folder, in the order they were written.
 
-    A line that an interruption cut short is left out. Raises ConfigError for any other line that is no record.
+    Lines of other tools (``bench host`` and the like) are passed over, and so is one that an interruption cut short.
+    Raises ConfigError for a record that cannot be read.
     """
     for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-            if line.endswith("}"):
+            if line.endswith("}") and '"format":' in line:
                 yield _parsed(line, f"{file}:{number}")
 
 

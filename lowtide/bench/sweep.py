@@ -1,5 +1,6 @@
 """A list of cells, one after another: what was measured before on this kind of card is skipped, the rest appended."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,14 +27,14 @@ class Progress:
 
 
 def synthetic_conditions(
-    works: Sequence[str], modes: Sequence[str], adapters: Sequence[str], **common: Any
+    works: Sequence[str], modes: Sequence[str], adapters: Sequence[str], rank: int, **common: Any
 ) -> Iterator[Condition]:
-    """Every work with every kind of training and every mode. common: the other fields of ``Condition``."""
-    for work in works:
-        for adapter in adapters:
-            for mode in modes:
-                if mode != "diffusers":
-                    yield Condition("synthetic", work, mode, adapter=adapter, **common)  # type: ignore[arg-type]
+    """Every work with every kind of training and every mode. rank: where it is a LoRA. common: the other fields of
+    ``Condition``."""
+    for work, adapter, mode in itertools.product(works, adapters, modes):
+        if mode != "diffusers":
+            own = {"adapter": adapter, "rank": rank if adapter == "lora" else None}
+            yield Condition("synthetic", work, mode, **own, **common)  # type: ignore[arg-type]
 
 
 def family_conditions(

@@ -4,13 +4,12 @@ Time and memory do not depend on the values of weights, as long as these are ran
 place, in the precision that they are used in, so that a model of n bytes takes n bytes to build.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from lowtide import families
@@ -20,11 +19,12 @@ from lowtide.bench.record import Condition
 from lowtide.bench.synthetic import HEADS, WIDTH, Synthetic
 from lowtide.errors import ConfigError
 from lowtide.families import Family
+from lowtide.measure.adapter import add_lora
 from lowtide.measure.build import build_model
 from lowtide.measure.inputs import build_inputs
 from lowtide.measure.parity import fresh
 from lowtide.runtime.flatten import tensors_of
-from lowtide.runtime.resolve import ResolvedStack, child, resolve
+from lowtide.runtime.resolve import ResolvedStack, resolve
 
 LARGEST_WHOLE = 10_000_000_000
 """Parameters above which a sweep cuts a model, unless told otherwise."""
@@ -156,25 +156,6 @@ def _task(
     if condition.adapter == "frozen" and leaf is not None:
         return Task(model, stacks, forward, [leaf.requires_grad_()], None, count)
     if condition.adapter == "lora":
-        _add_lora(model, stacks, condition.rank or DEFAULT_RANK)
+        add_lora(model, stacks, condition.rank or DEFAULT_RANK)
     trained: list[torch.Tensor] = [weight for weight in model.parameters() if weight.requires_grad]
     return Task(model, stacks, forward, trained, torch.optim.AdamW(trained, lr=LEARNING_RATE), count)
-
-
-def _add_lora(model: nn.Module, stacks: list[ResolvedStack], rank: int) -> None:
-    """On every projection of the blocks' softmax attention, or on all of a block that has none, in bfloat16."""
-    targets = [name for stack in stacks for path, block in stack.blocks for name in _targets(stack, path, block)]
-    config = LoraConfig(r=rank, lora_alpha=rank, init_lora_weights=False, target_modules=list(dict.fromkeys(targets)))
-    inject_adapter_in_model(config, model)
-    for weight in model.parameters():
-        if weight.requires_grad:
-            weight.data = weight.data.to(torch.bfloat16)
-
-
-def _targets(stack: ResolvedStack, path: str, block: nn.Module) -> Iterator[str]:
-    attention = [child(block, side) for side in stack.row.attention]
-    sides = [(side, module) for side, module in zip(stack.row.attention, attention, strict=True) if module is not None]
-    for side, module in sides or [("", block)]:
-        for name, part in module.named_modules():
-            if isinstance(part, nn.Linear):
-                yield ".".join(filter(None, (path, side, name)))

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 import lowtide
-from lowtide.cli import bench, bench_report, cache, families, inspect, train, verify
+from lowtide.cli import bench, bench_report, bench_tools, cache, families, inspect, plan, train, verify
 from lowtide.cli.output import say
 from lowtide.errors import LowtideError, MachineError
 
@@ -96,17 +96,21 @@ def _flushed(code: Any) -> Any:
 
 benchmarks = typer.Typer(
     cls=Commands,
-    help="Measure seconds a step and peak memory, mode by mode; report and compare what was measured.",
+    help="Measure seconds a step and peak memory, mode by mode; report and compare what was measured; look closer.",
     no_args_is_help=True,
 )
 benchmarks.command("synthetic")(bench.synthetic)
 benchmarks.command("family")(bench.family)
 benchmarks.command("report")(bench_report.report)
 benchmarks.command("compare")(bench_report.compare)
+benchmarks.command("host")(bench_tools.host)
+benchmarks.command("attention")(bench_tools.attention)
+benchmarks.command("profile")(bench_tools.profile)
 
 app.command("families")(families.families)
 app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
+app.command("plan")(plan.plan)
 app.command("cache")(cache.cache)
 app.add_typer(benchmarks, name="bench")
 app.command("train")(train.train)
@@ -121,7 +125,7 @@ def _as_known(error: Exception) -> LowtideError | None:
         return MachineError(f"{error.strerror or error}{where}")
     torch = sys.modules.get("torch")
     if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
-        return MachineError(f"out of memory. {error}".strip())
+        return MachineError("\n".join((f"out of memory. {error}".strip(), *vars(error).get("__notes__", ()))))
     return None
 
 

@@ -9,15 +9,29 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from lowtide.cli.bench_common import (
+    Attention,
+    Compile,
+    Largest,
+    Precision,
+    Rank,
+    Size,
+    Sizes,
+    Steps,
+    WarmUp,
+    checked,
+    device_for,
+    libraries,
+    most_parameters,
+    sizes_of,
+)
 from lowtide.cli.output import say, show, working
-from lowtide.errors import ConfigError, MachineError
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
     from lowtide.bench.record import Condition, Record
     from lowtide.bench.sweep import Progress as Told
 
-INSTALL = "pip install 'lowtide[bench]'"
 _INTERRUPTED = 130
 
 Works = Annotated[list[str] | None, typer.Option("--work", metavar="BLOCKSxTOKENS", help="Default: the public four.")]
@@ -25,22 +39,7 @@ Names = Annotated[list[str], typer.Argument(metavar="NAME…", help="Families (`
 Modes = Annotated[str, typer.Option(metavar="LIST", help="Modes, separated by commas, or all. docs/bench.md.")]
 Adapters = Annotated[str, typer.Option(metavar="LIST", help="What is trained: frozen, lora, full, by commas.")]
 Adapter = Annotated[str, typer.Option(metavar="NAME", help="What is trained: lora or full.")]
-Rank = Annotated[int, typer.Option(metavar="N", min=1, help="Rank of the LoRA.")]
-Precision = Annotated[str, typer.Option(metavar="NAME", help="Of the base's weights. docs/bench.md.")]
-Compile = Annotated[str, typer.Option("--compile", metavar="off|regional", help="Compile each block by itself.")]
-Attention = Annotated[str, typer.Option(metavar="NAME", help="default, no-cudnn, flash, cudnn, efficient, math.")]
-Sizes = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="NAME=N", help="Another size of the inputs (B, H, W, FR, T …). Several times."),
-]
-Largest = Annotated[
-    str,
-    typer.Option(metavar="N", help="Models of more parameters are cut to fewer blocks (10e9). 'none': never."),
-]
-Size = Annotated[str, typer.Option(metavar="real|tiny", help="tiny: to try a benchmark out, on a CPU too.")]
 Out = Annotated[Path, typer.Option(metavar="DIR", help="Results are appended there; what is finished is skipped.")]
-WarmUp = Annotated[int, typer.Option(metavar="N", min=1, help="First steps, that are not counted.")]
-Steps = Annotated[int, typer.Option(metavar="N", min=2, help="Counted steps.")]
 Again = Annotated[bool, typer.Option("--again", help="Run finished cells once more.")]
 
 
@@ -88,7 +87,7 @@ def family(
         sweep = _bench()
         common = {"precision": precision, "compile": compile, "attention": attention, "size": size}
         cells = sweep.family_conditions(
-            _families(names), mode_names(modes), _sizes(sizes or ()), _parameters(largest),
+            _families(names), mode_names(modes), sizes_of(sizes or ()), most_parameters(largest),
             adapter=adapter, rank=rank if adapter == "lora" else None, **common,
         )  # fmt: skip
         made = _swept(cells, out / "family.jsonl", warm_up, steps, again)
@@ -104,10 +103,8 @@ def mode_names(text: str) -> list[str]:
 
 def _bench() -> Any:
     """The part that needs the benchmark's libraries. Raises ConfigError where one is not installed."""
-    try:
+    with libraries():
         from lowtide.bench import isolate, sweep  # noqa: F401 - to fail here, with one message
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"benchmarks need {error.name}, which is not installed. Install: {INSTALL}") from error
     return sweep
 
 
@@ -117,8 +114,8 @@ def _swept(cells: "Iterable[Condition]", out: Path, warm_up: int, steps: int, ag
     from lowtide.bench.provenance import machine
     from lowtide.bench.sweep import sweep
 
-    wanted = [_checked(cell) for cell in cells]
-    device = "cpu" if all(cell.size == "tiny" for cell in wanted) else _accelerator()
+    wanted = [checked(cell) for cell in cells]
+    device = device_for(wanted)
     facts = isolated(
         machine, device, device=device
     )  # this process must not touch the accelerator: cells need all of it
@@ -129,23 +126,6 @@ def _swept(cells: "Iterable[Condition]", out: Path, warm_up: int, steps: int, ag
         except KeyboardInterrupt:
             say("Stopped. What was measured is written; run the same command again: it goes on from there.")
             raise typer.Exit(_INTERRUPTED) from None
-
-
-def _accelerator() -> str:
-    import torch
-
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None:
-        raise MachineError("there is no accelerator; real sizes are measured on one. --size tiny runs on the CPU")
-    return device.type
-
-
-def _checked(condition: "Condition") -> "Condition":
-    """Raises ConfigError for what no cell could run: better before the first than after the last."""
-    from lowtide.bench.check import check
-
-    check(condition)
-    return condition
 
 
 @contextmanager
@@ -197,25 +177,3 @@ def _families(names: list[str]) -> list[str]:
     if [name.lower() for name in names] == ["all"]:
         return [row.key for row in families.all_families()]
     return names
-
-
-def _sizes(pairs: Iterable[str]) -> dict[str, int]:
-    sizes = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals or not value.strip().isdigit() or int(value) < 1:
-            raise ConfigError(f"--set {pair!r} is not allowed; expected NAME=N with a whole number from 1, as in B=2")
-        sizes[name.strip()] = int(value)
-    return sizes
-
-
-def _parameters(text: str) -> int:
-    if text.strip().lower() == "none":
-        return 10**15
-    try:
-        count = float(text)
-    except ValueError:
-        count = -1.0
-    if not count >= 1:
-        raise ConfigError(f"--largest {text!r} is not allowed; expected a number of parameters, as in 10e9, or 'none'")
-    return int(count)

@@ -9,6 +9,7 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
+from lowtide.cli.bench_common import INSTALL
 from lowtide.cli.options import AsJson
 from lowtide.cli.output import show, show_json, working
 from lowtide.errors import ConfigError
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from lowtide.bench.record import Record
     from lowtide.bench.report import Report
 
-_INSTALL = "pip install 'lowtide[bench]'"
 _RECORDS_HELP = "A file of benchmark records (JSON lines), or a folder of *.jsonl files."
 
 Records = Annotated[Path, typer.Argument(metavar="DIR", help=_RECORDS_HELP)]
@@ -36,7 +36,7 @@ def report(records: Records, out: Out = None) -> None:
         try:
             from lowtide.bench.files import write_report
         except ModuleNotFoundError as error:
-            raise ConfigError(f"a report needs {error.name}, which is not installed. Install: {_INSTALL}") from error
+            raise ConfigError(f"a report needs {error.name}, which is not installed. Install: {INSTALL}") from error
         from lowtide.bench.report import build_report
 
         result = build_report(found)

@@ -3,7 +3,7 @@
 import inspect
 import itertools
 from collections.abc import Mapping, MutableMapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakSet
@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lowtide.attention_backend import entry_points
 from lowtide.errors import ConfigError
 from lowtide.measure.flops import FlopCounter, attention_flops
+from lowtide.measure.gpu_kernels import GpuKernels
 from lowtide.measure.shapes import Shapes
 from lowtide.plan.held import ATTENTION_SIDE, BLOCK, FEED_FORWARD, KERNEL, HeldTrace, ModuleCall, TensorUse
 from lowtide.runtime.entry_points import SDPA, EntryPoint, Kernel, Watching, unwatched
@@ -25,18 +26,23 @@ from lowtide.runtime.resolve import ResolvedStack
 from lowtide.runtime.selective import MOST_KEPT
 
 
-def trace_held(model: nn.Module, stacks: Sequence[ResolvedStack], inputs: Mapping[str, Any]) -> HeldTrace:
+def trace_held(
+    model: nn.Module, stacks: Sequence[ResolvedStack], inputs: Mapping[str, Any], *, as_on_gpu: bool = False
+) -> HeldTrace:
     """One forward of an un-attached model with gradients on; no backward.
 
     A model on the meta device takes no memory (``measure.shapes``), and attention counts as a fused kernel holds it
     (``fused_attention``). Its inputs are on the meta device, too, but for whole numbers and masks, which may decide
     shapes. Raises ConfigError where its forward cannot run there: says what it asked for.
+
+    as_on_gpu: on the meta device, what other operators save is what kernels of a GPU save (``measure.gpu_kernels``).
     """
     tracer = _Tracer(model, stacks)
     with ExitStack() as watched, torch.enable_grad():
         if tracer.on_meta:
             inputs = tracer.shapes.take(inputs)
             watched.enter_context(tracer.shapes)
+            watched.enter_context(GpuKernels() if as_on_gpu else nullcontext())
         watched.enter_context(tracer.counter)
         watched.enter_context(saved_tensors_hooks(tracer.pack, lambda saved: saved.tensor))
         watched.enter_context(Watching(entry_points(), tracer))

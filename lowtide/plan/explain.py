@@ -115,10 +115,13 @@ def _answer(plan: Plan) -> Iterator[str]:
 def _treatments(schedule: Schedule) -> Iterator[str]:
     for name, stack in schedule.stacks.items():
         yield f"{name}:"
+        spans: dict[str, list[str]] = {}
         for line in _lines(stack):
             first, last = line["first"], line["last"]
-            blocks = f"block {first}" if first == last else f"blocks {first}–{last}"
-            yield f"  {blocks}: {line['what']}"
+            spans.setdefault(line["what"], []).append(f"{first}" if first == last else f"{first}–{last}")
+        for what, places in spans.items():
+            word = "block" if len(places) == 1 and "–" not in places[0] else "blocks"
+            yield f"  {word} {', '.join(places)}: {what}"
 
 
 def _lines(stack: StackSchedule) -> Iterator[dict[str, Any]]:

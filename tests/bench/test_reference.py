@@ -80,7 +80,7 @@ def test_a_schedule_that_did_not_act_there_is_told() -> None:
 def test_differences_from_what_was_published() -> None:
     same = condition("sd3_medium", rank=128, sizes={"B": 3, "H": 1024, "W": 1024})
     assert differences(same) == []
-    other = condition("sd3_medium", rank=16, sizes={"H": 512, "W": 512}, compile="regional")
+    other = condition("sd3_medium", rank=16, sizes={"B": 1, "H": 512, "W": 512}, compile="regional")
     assert differences(other) == [
         "batch 3 there",
         "1024×1024 pixels there",

@@ -9,10 +9,11 @@ from lowtide.bench import record as records
 from lowtide.bench.record import Condition, Figures, Record, State
 from lowtide.bench.reference import differences
 from lowtide.bench.sweep import Progress, family_conditions, sweep, synthetic_conditions
+from lowtide.errors import ConfigError
 
 FIGURES = Figures(0.1, (0.1, 0.1), 1, 10, 20, 30, 0.5, 100, 10)
 CARD = {"card": "A card"}
-CELLS = list(synthetic_conditions(["16x1024"], ["none", "layer", "unsloth"], ["lora"]))
+CELLS = list(synthetic_conditions(["16x1024"], ["none", "layer", "unsloth"], ["lora"], rank=16))
 
 
 class Runner:
@@ -77,6 +78,19 @@ def test_a_line_that_was_cut_short_is_left_out_and_the_next_stands_alone(tmp_pat
     assert [record.condition.mode for record in records.read(out)] == ["none", "layer", "unsloth"]
     (tmp_path / "more.jsonl").write_text(lines[0])
     assert len(list(records.read(tmp_path))) == 4
+
+
+def test_lines_of_other_tools_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "host.jsonl").write_text('{"tool": "host", "rows": []}\n')
+    assert list(records.read(tmp_path)) == []
+    (tmp_path / "cells.jsonl").write_text('{"format": 99}\n')
+    with pytest.raises(ConfigError, match=r"cells\.jsonl:1 is of another format"):
+        list(records.read(tmp_path))
+
+
+def test_a_rank_belongs_to_a_lora() -> None:
+    cells = synthetic_conditions(["16x1024"], ["none", "diffusers"], ["frozen", "lora", "full"], rank=8)
+    assert [(cell.adapter, cell.rank) for cell in cells] == [("frozen", None), ("lora", 8), ("full", None)]
 
 
 def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     "prefetch_bytes": lambda: Schedule({"blocks": whole_blocks(4)}, prefetch_bytes="256MiB"),  # type: ignore[arg-type]
     "in_flight_bytes": lambda: Schedule({"blocks": whole_blocks(4)}, in_flight_bytes=-5),
     "must be a StackSchedule": lambda: Schedule({"blocks": ["kept"]}),  # type: ignore[dict-item]
-    "must be a lowtide.plan.schedule.Schedule": lambda: lowtide.attach(Stacked(Attention), schedule="torch"),  # type: ignore[arg-type]
+    "must be a lowtide.plan.schedule.Schedule": lambda: lowtide.attach(Stacked(Attention), schedule=3),  # type: ignore[arg-type]
 }
 
 

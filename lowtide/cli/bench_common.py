@@ -1,0 +1,86 @@
+"""What the commands of ``lowtide bench`` that measure share: options, their checks, and the device."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lowtide.errors import ConfigError, MachineError
+
+if TYPE_CHECKING:
+    from lowtide.bench.record import Condition
+
+INSTALL = "pip install 'lowtide[bench]'"
+
+Rank = Annotated[int, typer.Option(metavar="N", min=1, help="Rank of the LoRA.")]
+Precision = Annotated[str, typer.Option(metavar="NAME", help="Of the base's weights. docs/bench.md.")]
+Compile = Annotated[str, typer.Option("--compile", metavar="off|regional", help="Compile each block by itself.")]
+Attention = Annotated[str, typer.Option(metavar="NAME", help="default, no-cudnn, flash, cudnn, efficient, math.")]
+Sizes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=N", help="Another size of the inputs (B, H, W, FR, T …). Several times."),
+]
+Largest = Annotated[
+    str,
+    typer.Option(metavar="N", help="Models of more parameters are cut to fewer blocks (10e9). 'none': never."),
+]
+Size = Annotated[str, typer.Option(metavar="real|tiny", help="tiny: to try a benchmark out, on a CPU too.")]
+WarmUp = Annotated[int, typer.Option(metavar="N", min=1, help="First steps, that are not counted.")]
+Steps = Annotated[int, typer.Option(metavar="N", min=2, help="Counted steps.")]
+
+
+@contextmanager
+def libraries() -> Iterator[None]:
+    """Around the imports of a benchmark. Raises ConfigError where one of its libraries is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"benchmarks need {error.name}, which is not installed. Install: {INSTALL}") from error
+
+
+def checked(condition: "Condition") -> "Condition":
+    """Raises ConfigError for what no cell could run: better before the first than after the last."""
+    from lowtide.bench.check import check
+
+    check(condition)
+    return condition
+
+
+def device_for(conditions: "Iterable[Condition]") -> str:
+    """The CPU where all of them are tiny, else the accelerator. Raises MachineError where there is none."""
+    return "cpu" if all(condition.size == "tiny" for condition in conditions) else accelerator()
+
+
+def accelerator() -> str:
+    """Its type, as in ``"cuda"``. Raises MachineError where there is none."""
+    import torch
+
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        raise MachineError("there is no accelerator; real sizes are measured on one. --size tiny runs on the CPU")
+    return device.type
+
+
+def sizes_of(pairs: Iterable[str]) -> dict[str, int]:
+    """Of ``--set NAME=N``, given several times. Raises ConfigError for anything else."""
+    sizes = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not value.strip().isdigit() or int(value) < 1:
+            raise ConfigError(f"--set {pair!r} is not allowed; expected NAME=N with a whole number from 1, as in B=2")
+        sizes[name.strip()] = int(value)
+    return sizes
+
+
+def most_parameters(text: str) -> int:
+    """Of ``--largest``. Raises ConfigError for what is no number from 1."""
+    if text.strip().lower() == "none":
+        return 10**15
+    try:
+        count = float(text)
+    except ValueError:
+        count = -1.0
+    if not 1 <= count < float("inf"):
+        raise ConfigError(f"--largest {text!r} is not allowed; expected a number of parameters, as in 10e9, or 'none'")
+    return int(count)

@@ -1,0 +1,163 @@
+"""``lowtide plan``: say the VRAM, get the fastest schedule; from shapes, with no GPU and no weights."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lowtide.cli.options import AsJson, Target
+from lowtide.cli.output import count_in_words, say, show, show_json, working
+from lowtide.errors import ConfigError
+from lowtide.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from lowtide.measure.cards import Card
+    from lowtide.measure.planning import Planned
+
+_CARD_WITHOUT_ONE = "RTX 4090"
+_HOST_SHARE = 0.6
+
+Budget = Annotated[
+    str,
+    typer.Option(metavar="SIZE", help="What PyTorch may reserve, as in 22GiB. auto: what the card has to give."),
+]
+Resolution = Annotated[str | None, typer.Option(metavar="N|WxH", help="Of pictures or frames, in pixels.")]
+Frames = Annotated[int | None, typer.Option(metavar="N", min=1, help="Of a video.")]
+Batch = Annotated[int | None, typer.Option(metavar="N", min=1, help="Samples in a step.")]
+Rank = Annotated[int, typer.Option("--lora-rank", metavar="N", min=1, help="Of the LoRA that is trained.")]
+Full = Annotated[bool, typer.Option("--full", help="All weights are trained, instead of a LoRA.")]
+CardName = Annotated[
+    str | None,
+    typer.Option("--card", metavar="NAME", help="Whose speed to reckon with. Default: this machine's, or RTX 4090."),
+]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="CPU memory for what moves. Default: 60 % of this machine's. none: no limit."),
+]
+Save = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write the plan; `lowtide.attach(schedule=FILE)` takes it.")
+]
+NoFits = Annotated[bool, typer.Option("--no-fits", help="Leave out what would just fit: quicker.")]
+
+
+def plan(
+    target: Target,
+    budget: Budget = "auto",
+    resolution: Resolution = None,
+    frames: Frames = None,
+    batch: Batch = None,
+    lora_rank: Rank = 16,
+    full: Full = False,
+    card: CardName = None,
+    host_memory: HostMemory = None,
+    save: Save = None,
+    no_fits: NoFits = False,
+    json: AsJson = False,
+) -> None:
+    """Choose each block's treatment for a VRAM budget, and explain it. Exit code 1 where nothing fits."""
+    with working():
+        from lowtide.measure.planning import Wish, plan_for
+
+        chosen = _card(card)
+        sizes = _sizes(resolution, frames, batch)
+        wish = Wish(target, _budget(budget, chosen), chosen, sizes, None if full else lora_rank, _host(host_memory))
+        planned = plan_for(wish, fits=not no_fits)
+    if save is not None and planned.plan is not None:
+        _write(save, planned)
+    if json:
+        show_json(planned.as_dict())
+    else:
+        show(*_in_words(planned))
+    if planned.plan is None:
+        raise typer.Exit(1)
+
+
+def _card(name: str | None) -> "Card":
+    import torch
+
+    from lowtide.measure.cards import find_card
+
+    if name is not None:
+        return find_card(name)
+    if not torch.cuda.is_available():
+        return find_card(_CARD_WITHOUT_ONE)
+    return find_card(torch.cuda.get_device_name())
+
+
+def _budget(text: str, card: "Card") -> int:
+    if text.strip().lower() != "auto":
+        return parse_bytes(text)
+    from lowtide.measure.device import available_bytes, budget_within
+
+    free = available_bytes()
+    return budget_within(card.memory_bytes if free is None else free)
+
+
+def _host(text: str | None) -> int | None:
+    if text is not None:
+        return None if text.strip().lower() == "none" else parse_bytes(text)
+    from lowtide.runtime.host_memory import host_memory
+
+    memory = host_memory()
+    return None if memory is None else int(_HOST_SHARE * memory.limit_bytes)
+
+
+def _sizes(resolution: str | None, frames: int | None, batch: int | None) -> dict[str, int]:
+    sizes = {"FR": frames, "B": batch, **_sides(resolution)}
+    return {name: value for name, value in sizes.items() if value is not None}
+
+
+def _sides(resolution: str | None) -> dict[str, int]:
+    if resolution is None:
+        return {}
+    match = re.fullmatch(r"(\d+)(?:[x×](\d+))?", resolution.strip().lower())
+    if match is None or not int(match[1]) or not int(match[2] or 1):
+        raise ConfigError(f"--resolution {resolution!r} is not allowed; expected pixels, as in 1024 or 832x480")
+    return {"W": int(match[1]), "H": int(match[2] or match[1])}
+
+
+def _write(path: Path, planned: "Planned") -> None:
+    from lowtide.plan.saved_plan import save_plan
+
+    assert planned.plan is not None
+    conditions = {"model": planned.label, "card": planned.wish.card.name}
+    sizes = {name: str(value) for name, value in planned.sizes.items()}
+    save_plan(path, planned.plan, {**conditions, **sizes})
+    say(f"The plan is in {path}.")
+
+
+def _in_words(planned: "Planned") -> Iterator[str]:
+    from lowtide.plan.explain import in_words
+
+    yield _heading(planned)
+    yield _residents(planned)
+    if planned.plan is not None:
+        yield f"\n{in_words(planned.plan)}"
+    if planned.refusal is not None:
+        yield f"\n{planned.refusal[:1].upper()}{planned.refusal[1:]}."
+    if planned.fits:
+        yield f"\nWhat would just fit in {format_bytes(planned.wish.budget_bytes)}, each with all else unchanged:"
+    for fit in planned.fits:
+        yield f"  {fit.name}: {fit.largest} (asked: {fit.asked})" if fit.largest[0] != "0" else f"  {fit.name}: none"
+
+
+def _heading(planned: "Planned") -> str:
+    told = {name: planned.sizes[name] for name in ("B", "FR", "W", "H") if name in planned.sizes}
+    sizes = ", ".join(f"{_WORDS[name]} {value}" for name, value in told.items())
+    rank = planned.wish.rank
+    trained = "all weights" if rank is None else f"LoRA {rank} ({count_in_words(planned.trained)})"
+    return (
+        f"{planned.label}, {count_in_words(planned.parameters)} parameters; {sizes}; trained: {trained}; times as on "
+        f"{planned.wish.card.name}"
+    )
+
+
+_WORDS = {"B": "batch", "FR": "frames", "W": "width", "H": "height"}
+
+
+def _residents(planned: "Planned") -> str:
+    parts: dict[str, Any] = vars(planned.residents)
+    listed = ", ".join(f"{name.removesuffix('_bytes')} {format_bytes(size)}" for name, size in parts.items() if size)
+    return f"There throughout: {format_bytes(planned.residents.total_bytes)} ({listed})."

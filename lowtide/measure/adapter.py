@@ -1,0 +1,30 @@
+"""A LoRA where benchmarks and forecasts put it: on every projection of a block's softmax attention."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+
+from lowtide.runtime.resolve import ResolvedStack, child
+
+
+def add_lora(model: nn.Module, stacks: Sequence[ResolvedStack], rank: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Inject it into a frozen model, on all linear layers of a block that has no softmax attention.
+
+    dtype: of its weights. LoRA: Hu et al., arXiv:2106.09685.
+    """
+    targets = [name for stack in stacks for path, block in stack.blocks for name in _targets(stack, path, block)]
+    config = LoraConfig(r=rank, lora_alpha=rank, init_lora_weights=False, target_modules=list(dict.fromkeys(targets)))
+    inject_adapter_in_model(config, model)
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.data = weight.data.to(dtype)
+
+
+def _targets(stack: ResolvedStack, path: str, block: nn.Module) -> Iterator[str]:
+    sides = [(side, module) for side in stack.row.attention if (module := child(block, side)) is not None]
+    for side, module in sides or [("", block)]:
+        for name, part in module.named_modules():
+            if isinstance(part, nn.Linear):
+                yield ".".join(filter(None, (path, side, name)))
