@@ -93,8 +93,9 @@ class Handle:
         return record.reason or (RUNS_LAST if record.name in self._stay else None)
 
     def _treatment(self, record: BlockRecord) -> str:
-        moves = self.schedule.stacks[record.stack].moves[record.index] and record.treatment == record.planned
-        return record.treatment + "+offload" if moves else record.treatment
+        moves = self.schedule.stacks[record.stack].moves[record.index] & MOVES[record.treatment]
+        as_planned = record.treatment == record.planned
+        return record.treatment + "+offload" if moves and as_planned else record.treatment
 
     def _warnings(self) -> Iterator[str]:
         if not any(record.forward_calls for record in self._ledger.records):  # rule 22

@@ -1,9 +1,9 @@
 """Options that changed no treatment in a step, or never can with a model: receipts and inspections list them."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from lowtide.controls import CheckpointConfig
-from lowtide.plan.schedule import IN_SEGMENTS, KEPT, WHOLE
+from lowtide.plan.schedule import FFN, IN_SEGMENTS, KEPT, WHOLE
 from lowtide.runtime.receipt import BlockReceipt, Copies, Note
 
 RECOMPUTED = "attention is recomputed"
@@ -36,6 +36,15 @@ def attention_offload(config: CheckpointConfig, blocks: Sequence[tuple[str, bool
         yield Note("offload_attention", f"{without} of {len(blocks)} blocks have no softmax attention")
 
 
+def untreated(config: CheckpointConfig, treatments: Collection[str]) -> Iterator[Note]:
+    """Where a backend recomputes nothing: every block of the model is kept."""
+    if config.scope is not None and set(treatments) == {KEPT}:
+        chosen = (
+            "those that interval and stride choose have no feed-forward" if config.scope == FFN else "see each block"
+        )
+        yield Note("backend", f"no block is recomputed: {chosen}")
+
+
 def inert(config: CheckpointConfig, blocks: Sequence[BlockReceipt], copies: Copies) -> Iterator[Note]:
     """What of ``config`` changed nothing in a step, and why."""
     treatments = {block.name: block.treatment.removesuffix("+offload") for block in blocks}
@@ -45,6 +54,7 @@ def inert(config: CheckpointConfig, blocks: Sequence[BlockReceipt], copies: Copi
         yield Note("interval", "no segment held more than one block in this step")
     if stride is not None and KEPT not in treatments.values():
         yield Note("segment_stride", "no block was left between two segments")
+    yield from untreated(config, treatments.values())
     treated = [block for block in blocks if treatments[block.name] != KEPT]
     if treated and not any(block.recompute_calls for block in treated):
         yield Note("backend", "nothing was recomputed in this step: no backward yet, or no block needed a gradient")
@@ -52,7 +62,7 @@ def inert(config: CheckpointConfig, blocks: Sequence[BlockReceipt], copies: Copi
         yield Note("offload_attention", RECOMPUTED)
     elif config.offload_attention and config.backend == "unsloth-selective":
         yield Note("offload_attention", MOVED_ALREADY)
-    elif not copies.d2h_bytes and any(block.kept_bytes for block in blocks):
+    elif not copies.d2h_bytes and any(block.kept_bytes for block in blocks) and (treated or config.offload_attention):
         moving = any(block.treatment.endswith("+offload") for block in blocks)
         if not config.moves and not moving:
             return
@@ -63,4 +73,7 @@ def inert(config: CheckpointConfig, blocks: Sequence[BlockReceipt], copies: Copi
 def _why_nothing_moved(config: CheckpointConfig, blocks: Sequence[BlockReceipt]) -> str:
     if not any(block.treatment.endswith("+offload") for block in blocks):
         return "nothing was moved: what runs last stays on the device, and that is all there is to move"
-    return f"nothing was moved: no storage of offload_min_bytes ({config.offload_min_bytes}) or more to move"
+    return (
+        f"nothing was moved: what there is to move is smaller than offload_min_bytes ({config.offload_min_bytes}), or "
+        "something else holds it on the device"
+    )

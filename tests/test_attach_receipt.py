@@ -9,10 +9,12 @@ from torch import nn
 
 import lowtide
 from lowtide import families
+from lowtide.controls import CheckpointConfig
 from lowtide.families import Family
 from lowtide.handle import RUNS_LAST
-from lowtide.measure.build import build_model
+from lowtide.measure.build import build_model, open_target
 from lowtide.measure.inputs import build_inputs
+from lowtide.measure.inspection import inspect_target
 from lowtide.measure.parity import run_step
 from lowtide.runtime.receipt import Receipt
 from lowtide.testing import cpu_offload
@@ -95,3 +97,18 @@ def test_a_receipt_in_one_line() -> None:
     inert = repr(receipt_of(build_model(SANA), offload_attention=True))
     assert inert.endswith("; inert: offload_attention>")
     assert len(inert) < 200
+
+
+@pytest.mark.parametrize("backend", ["torch-ffn", "unsloth-ffn"])
+def test_a_backend_that_recomputes_nothing_is_inert(backend: str) -> None:
+    """The micro-blocks of SD 1.x are ResNets and transformers in turns: every second one has no feed-forward."""
+    row = families.find("sd15")
+    receipt = receipt_of(build_model(row), row, backend=backend, interval=2)
+    assert {block.treatment for block in receipt.blocks} == {"kept"}
+    (note,) = receipt.inert
+    assert (note.subject, note.reason) == (
+        "backend",
+        "no block is recomputed: those that interval and stride choose have no feed-forward",
+    )
+    planned = inspect_target(open_target("sd15", device="meta"), CheckpointConfig.for_attach(backend, 2))
+    assert planned.inert == (note,)

@@ -9,7 +9,7 @@ from torch import nn
 from lowtide.controls import CheckpointConfig, scopes_of
 from lowtide.errors import ConfigError
 from lowtide.handle import RUNS_LAST, depths_of, held_back, movable, schedule_for, without_last_round_trip
-from lowtide.inert import attention_offload, ignored
+from lowtide.inert import attention_offload, ignored, untreated
 from lowtide.measure.build import Target
 from lowtide.measure.watch import Missed, StackEvidence, Watched, watch, without_forward
 from lowtide.plan.schedule import FFN, KEPT, StackSchedule
@@ -111,7 +111,10 @@ def inspect_target(target: Target, config: CheckpointConfig, inputs: Mapping[str
         scopes=tuple(scopes_of_stacks(stacks)),
         settings=config.attach_arguments(),
         missed=watched.missed,
-        inert=tuple(attention_offload(config, _treated(stacks, inspected))),
+        inert=(
+            *untreated(config, [block.treatment for stack in inspected for block in stack.blocks]),
+            *attention_offload(config, _treated(stacks, inspected)),
+        ),
         ignored=tuple(ignored(config, depths_of(stacks, config))),
     )
 

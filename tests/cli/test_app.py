@@ -50,6 +50,13 @@ def test_exit_code_and_one_message(error: Exception, exit_code: int, message: st
     assert (result.exit_code, result.stdout, result.stderr) == (exit_code, "", message + "\n")
 
 
+def test_what_was_tried_is_part_of_the_message() -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    error.add_note("Tried: torch")
+    result = CliRunner().invoke(app_that_raises(error), ["work"])
+    assert result.stderr == "error: out of memory. CUDA out of memory\nTried: torch\n"
+
+
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyError("a bug")])
 def test_a_bug_is_not_dressed_up(error: Exception) -> None:
     result = CliRunner().invoke(app_that_raises(error), ["work"])

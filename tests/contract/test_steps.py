@@ -5,7 +5,7 @@ Tiny models in float32 on the CPU, where "equal" means bit for bit; offload to C
 
 from lowtide.handle import RUNS_LAST
 from lowtide.plan.held import FEED_FORWARD, KERNEL
-from lowtide.plan.schedule import SELECTIVE, WHOLE
+from lowtide.plan.schedule import MOVES, SELECTIVE, WHOLE
 from tests.contract.cases import trace_of
 from tests.contract.modes import OFFLOADS, Observation, expected_treatments
 
@@ -13,6 +13,16 @@ from tests.contract.modes import OFFLOADS, Observation, expected_treatments
 def _close(a: int, b: int, of: int = 0) -> bool:
     """Within 1 % of the larger, or of ``of``."""
     return abs(a - b) <= 0.01 * max(abs(a), abs(b), of)
+
+
+def _acts(seen: Observation) -> bool:
+    """Whether the mode treats or moves anything of this model; where it does not, the receipt must say so.
+
+    SD 1.x with every second feed-forward: these are all ResNets, which have none.
+    """
+    acts = {block.treatment for block in seen.receipt.blocks} != {"kept"}
+    assert acts or "backend" in {note.subject for note in seen.receipt.inert}
+    return acts
 
 
 # ---------------------------------------------------------------------- parity and counts
@@ -29,9 +39,12 @@ def test_exactly_the_scheduled_blocks_run_again(seen: Observation):
         assert recomputed == {name for name, treatment in expected.items() if treatment != "kept"}
     for block in seen.receipt.blocks:
         assert block.treatment.removesuffix("+offload") == expected[block.name], block
-        # Both streams of a block may share one feed-forward: then it runs twice.
-        once = seen.in_forward.get(block.name, 1) if block.name in recomputed else 0
-        assert block.recompute_calls == once == seen.again.get(block.name, 0), block
+        # Both streams of a block may share one feed-forward: then it runs twice, but for a last text stream that nobody
+        # uses.
+        calls = seen.in_forward.get(block.name, 1) if block.name in recomputed else 0
+        unused = calls > 1 and block.index == len(seen.schedule.stacks[block.stack].treatments) - 1
+        assert block.recompute_calls == seen.again.get(block.name, 0), block
+        assert block.recompute_calls in ({1, calls} if unused else {calls}), block
         assert block.recompute_calls == 0 or block.reason in (None, RUNS_LAST), block
 
 
@@ -58,7 +71,7 @@ def test_bytes_are_as_predicted(seen: Observation):
     assert _close(totals["cpu_bytes"], held.cpu_bytes)
     assert _close(totals["d2h_bytes"], held.d2h_bytes)
     freed_bytes = held.plain_bytes - held.held_bytes
-    assert freed_bytes > 0
+    assert (freed_bytes > 0) == _acts(seen)
     # What the model itself keeps alive is not freed by being let go.
     assert seen.freed_bytes <= freed_bytes + 0.01 * held.plain_bytes
     assert seen.freed_bytes >= freed_bytes - seen.tables_bytes - 0.01 * held.plain_bytes
@@ -85,20 +98,22 @@ def test_what_the_receipt_says_was_copied_was_copied(seen: Observation):
     totals = seen.receipt.totals
     assert totals["d2h_bytes"] == seen.out_bytes
     assert totals["h2d_bytes"] == seen.back_bytes
-    assert seen.out_bytes >= totals["cpu_bytes"]
+    assert seen.out_bytes >= totals["cpu_bytes"] or _close(seen.out_bytes, totals["cpu_bytes"])
 
 
 def test_something_moves_exactly_where_the_schedule_has_something_to_move(seen: Observation):
+    expected = expected_treatments(seen.case, seen.mode)
     moving = {
-        (name, index)
-        for name, stack in seen.schedule.stacks.items()
-        for index, moves in enumerate(stack.moves)
-        if moves
+        (block.stack, block.index)
+        for block in seen.receipt.blocks
+        if seen.schedule.stacks[block.stack].moves[block.index] & MOVES[expected[block.name]]
     }
     for block in seen.receipt.blocks:
         assert block.treatment.endswith("+offload") == ((block.stack, block.index) in moving), block
         assert block.cpu_bytes == 0 or (block.stack, block.index) in moving, block
-    assert (seen.out_bytes > 0) == bool(moving)
+    # One norm may feed both sides of a block, whose input then is held for attention anyway (Flux.3 Klein).
+    assert (seen.out_bytes > 0) == (seen.held.d2h_bytes > 0)
+    assert not moving or seen.out_bytes > 0 or "backend" in {note.subject for note in seen.receipt.inert}
     last = seen.receipt.blocks[-1]
     assert not last.treatment.endswith("+offload"), "what runs last is needed at once"
     if seen.mode.backend in OFFLOADS:
@@ -106,7 +121,7 @@ def test_something_moves_exactly_where_the_schedule_has_something_to_move(seen: 
         number = plan.segments[-1]
         stay = {(last.stack, index) for index in ([plan.depth - 1] if number is None else plan.blocks_of(number))}
         treated = [b for b in seen.receipt.blocks if b.treatment != "kept" and (b.stack, b.index) not in stay]
-        assert treated and all(block.treatment.endswith("+offload") for block in treated)
+        assert bool(treated) == _acts(seen) and all(block.treatment.endswith("+offload") for block in treated)
 
 
 def test_attention_offload_where_all_attention_is_recomputed_is_inert_and_says_so(seen: Observation):

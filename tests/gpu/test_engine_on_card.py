@@ -1,6 +1,8 @@
 """The engine on a CUDA card: device threads, streams and random state. Collected only where there is one."""
 
 import copy
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -140,3 +142,28 @@ def test_backward_on_a_side_stream() -> None:
     torch.cuda.synchronize()
     for name, value in plain.items():
         assert torch.equal(value, ours[name]), name  # type: ignore[arg-type]
+
+
+FIRST_STEP = """
+import torch
+import lowtide
+from lowtide.bench.synthetic import Synthetic
+
+torch.manual_seed(0)
+model = Synthetic(3, 256, 4).to("cuda", torch.bfloat16)
+x = torch.randn(1, 256, 256, device="cuda", dtype=torch.bfloat16)
+before = torch._C._get_sdp_priority_order()
+with lowtide.attach(model, backend=BACKEND) as handle:
+    model(x).sum().backward()
+    assert handle.receipt().totals["recompute_calls"] == 3
+print("order decided late:", before != torch._C._get_sdp_priority_order())
+"""
+
+
+@pytest.mark.parametrize("backend", ["torch", "torch-selective", "unsloth"])
+def test_the_first_attention_of_a_process_is_recomputed_by_the_same_kernel(backend: str) -> None:
+    """torch decides its order of attention kernels when it is first asked: a process of its own, no kernel named."""
+    code = f"BACKEND = {backend!r}\n{FIRST_STEP}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    print(done.stdout)
