@@ -13,7 +13,7 @@ from tests.contract.modes import ALL, FEW, Mode, Observation, observe
 EVERY_MODE = os.environ.get("LOWTIDE_EVERY_MODE", "0") not in ("", "0")
 """Every row in every mode, and every other test with every row: an hour."""
 
-THOROUGH = ("flux1", "flux2", "sd3_medium", "sdxl", "sana", "wan21_1_3b", "z_image_turbo")
+THOROUGH = ("flux1", "sdxl", "sana", "wan21_1_3b")
 """Rows whose blocks differ most from each other: they run every mode. Any other row runs three, neighbours others."""
 
 ROWS = [row for row in families.all_families() if EVERY_MODE or row.key in THOROUGH]
