@@ -1,7 +1,8 @@
 """How little time the blocks that remain can add: lower bounds for the search, from priced constraints.
 
-A constraint is priced instead of imposed: a byte that is held at the end of a run costs that run's ``memory`` ms, and a
-ms of copies out that a run cannot hide costs a price between 0 and 1. What is left is one minimum for each block.
+A constraint is priced instead of imposed: a byte that is held at the end of a run costs that run's ``memory`` ms, a
+byte in CPU memory, where that is limited, costs ``cpu`` ms, and a ms of copies out that a run cannot hide a price
+between 0 and 1. What is left is one minimum for each block.
 Where the price of copies goes down from one run to the next, copies could be left to that next run; as at most the
 bytes in flight can be, so much is taken off the bound. Any prices from 0 on give a bound (Lagrangian relaxation,
 Geoffrion 1974); good ones are found by following what the relaxed choice has too much of (Polyak 1969).
@@ -20,10 +21,11 @@ _AROUND = (0.5, 0.8, 1.0, 1.25, 2.0)
 
 
 class Prices(NamedTuple):
-    """By run. memory: ms a byte held at its end. out: ms a ms of copies that is not hidden."""
+    """By run. memory: ms a byte held at its end. out: ms a ms of copies that is not hidden. cpu: ms a byte, of all."""
 
     memory: tuple[float, ...]
     out: tuple[float, ...]
+    cpu: float = 0.0
 
 
 class _Priced(NamedTuple):
@@ -32,9 +34,10 @@ class _Priced(NamedTuple):
     kept: float
     working: float
     out: float
+    cpu: float
 
     def of(self, way: Way) -> float:
-        return way.ms + self.kept * way.kept + self.out * way.out_ms
+        return way.ms + self.kept * way.kept + self.out * way.out_ms + self.cpu * way.cpu
 
 
 class _Table(NamedTuple):
@@ -48,8 +51,11 @@ class _Table(NamedTuple):
 class Bounds:
     """For one search; see search.Search for the arguments."""
 
-    def __init__(self, runs: Sequence[RunWays], room_bytes: int, start_ms: float, bound_ms: float) -> None:
+    def __init__(
+        self, runs: Sequence[RunWays], room_bytes: int, start_ms: float, bound_ms: float, cpu_bytes: int | None
+    ) -> None:
         self.runs = runs
+        self._cpu_bytes = cpu_bytes
         self._room_bytes = room_bytes
         self._start_ms = start_ms
         self._bound_ms = bound_ms
@@ -92,7 +98,9 @@ class Bounds:
         memory = tuple(kept + ways[-1].working - self._room_bytes for kept, ways in zip(held, chosen, strict=True))
         out = self._out_slopes(prices.out, [sum(way.out_ms for way in ways) for ways in chosen])
         ms = rest_ms + prices.out[0] * self._start_ms + self._constant(prices, 0)
-        return ms, Prices(memory, out)
+        if self._cpu_bytes is None:
+            return ms, Prices(memory, out)
+        return ms, Prices(memory, out, float(sum(way.cpu for ways in chosen for way in ways) - self._cpu_bytes))
 
     def _out_slopes(self, shares: Sequence[float], net_ms: list[float]) -> tuple[float, ...]:
         net_ms[0] += self._start_ms
@@ -104,12 +112,14 @@ class Bounds:
 
     def _seen_by_runs(self, prices: Prices) -> list[_Priced]:
         kept = list(accumulate(reversed(prices.memory)))[::-1]
-        return [_Priced(*seen) for seen in zip(kept, *prices, strict=True)]
+        return [_Priced(*seen, prices.cpu) for seen in zip(kept, prices.memory, prices.out, strict=True)]
 
     def _constant(self, prices: Prices, number: int) -> float:
-        """Of a rest from this run on: the room, and what leaving copies to runs with lower prices may save."""
+        """Of a rest from this run on: the room, on the device and in CPU memory, and what leaving copies to runs with
+        lower prices may save."""
         falls = sum(max(0.0, share - after) for share, after in pairwise(prices.out[number:]))
-        return -falls * self._bound_ms - sum(prices.memory[number:]) * self._room_bytes
+        room = sum(prices.memory[number:]) * self._room_bytes + prices.cpu * (self._cpu_bytes or 0)
+        return -falls * self._bound_ms - room
 
     def narrow(self, most_ms: float) -> bool:
         """Take out the ways that no choice of less than ``most_ms`` can use, not even once. False: there is none."""
@@ -149,13 +159,14 @@ class Bounds:
         place: of the first treatment of the run that they may still use. left: blocks of the run that remain.
         """
         tables = [
-            (table.priced.kept, table.priced.out, table.constant + table.rests[place][left])
+            (table.priced.kept, table.priced.out, table.priced.cpu, table.constant + table.rests[place][left])
             for table in self._tables[number]
         ]
         found = []
         for state in states:
-            ms, kept, out_ms = state[:3]
-            bound_ms = ms + max([memory * kept + out * out_ms + constant for memory, out, constant in tables])
+            ms, kept, out_ms, cpu = state[:4]
+            rests = [memory * kept + out * out_ms + price * cpu + constant for memory, out, price, constant in tables]
+            bound_ms = ms + max(rests)
             if bound_ms < most_ms:
                 found.append((bound_ms, state))
         return found
@@ -163,12 +174,13 @@ class Bounds:
 
 def _moved(prices: Prices, slopes: Prices, scale: float, gap_ms: float) -> Prices:
     """A step along the slopes that would close the gap if they went on. scale: what a price of memory is like."""
-    memory = [slope * scale for slope in slopes.memory]
-    square = sum(slope * slope for slope in (*memory, *slopes.out))
+    memory, cpu = [slope * scale for slope in slopes.memory], slopes.cpu * scale
+    square = sum(slope * slope for slope in (*memory, *slopes.out, cpu))
     step = gap_ms / square if square else 0.0
     return Prices(
         tuple(max(0.0, price + step * scale * slope) for price, slope in zip(prices.memory, memory, strict=True)),
         tuple(min(1.0, max(0.0, price + step * slope)) for price, slope in zip(prices.out, slopes.out, strict=True)),
+        max(0.0, prices.cpu + step * scale * cpu),
     )
 
 

@@ -68,7 +68,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self._floors = floors(self.runs)
-        self._bounds = Bounds(self.runs, self.room_bytes, self.start_ms, self.bound_ms)
+        self._bounds = Bounds(self.runs, self.room_bytes, self.start_ms, self.bound_ms, self.cpu_bytes)
 
     def least_ms(self) -> float:
         """No choice adds less than this; infinite where none fits. Also finds the prices for ``run``."""

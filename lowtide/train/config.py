@@ -26,6 +26,7 @@ from lowtide.train.families import TRAINABLE, trainable_key
 
 QUICKSTART = "quickstart"
 LATEST, AFRESH = "latest", "false"
+RAISE, ESCALATE = "raise", "escalate"
 START_AFRESH = "start afresh with `--set resume_from_checkpoint=false` (what is there is moved aside, not lost)"
 HARMLESS = (
     "output_dir",
@@ -33,14 +34,17 @@ HARMLESS = (
     "checkpoint_step_interval",
     "checkpoints_total_limit",
     "resume_from_checkpoint",
+    "on_out_of_memory",
 )
 """Keys that change nothing of what a run computes."""
+CONTROLS = tuple(key_of(name, field) for name, field in CheckpointConfig.model_fields.items())
+"""Keys of checkpointing and offload."""
 SAME_NUMBERS = (
     "max_train_steps",
     "validation_disable",
     "validation_prompt",
     "validation_num_inference_steps",
-    *(key_of(name, field) for name, field in CheckpointConfig.model_fields.items()),
+    *CONTROLS,
 )
 """Keys that do not change the numbers of a step."""
 _REQUIRED = ("model_family", "pretrained_model_name_or_path", "data_dir")
@@ -154,6 +158,11 @@ class TrainKeys(Keys):
         default="bf16",
         description="`bf16`: the frozen model in bfloat16, what is trained in float32 under autocast. "
         "`no`: all in float32.",
+    )
+    on_out_of_memory: Annotated[str, BeforeValidator(Choice((RAISE, ESCALATE)))] = Field(
+        default=RAISE,
+        description="When a forward or backward runs out of memory. `raise`: the run ends with that error. `escalate`: "
+        "the batch is repeated with the next setting of checkpointing that needs less by prediction, which then stays.",
     )
     seed: _CountOrZero = Field(default=42, description="Of everything random. The same seed gives the same run.")
     output_dir: Annotated[str, BeforeValidator(Text(_FOLDER))] = Field(

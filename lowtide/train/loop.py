@@ -1,5 +1,6 @@
 """The training loop: one update after another, from wherever the run stands."""
 
+import functools
 import signal
 import threading
 import time
@@ -21,6 +22,9 @@ from lowtide.train.families.base import Denoiser
 from lowtide.train.flow import Batch, loss_of, random_noise
 from lowtide.train.kernels import computing
 from lowtide.train.resume import RunState
+
+Guard = Callable[[Callable[[], float], tuple[int, ...]], float]
+"""Calls what learns from one batch, given with the indices of its examples, and returns its loss."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,8 @@ class Updater:
     """Optimizer, learning-rate schedule and random states: all that changes in an update but the weights."""
 
     def __init__(self, parameters: list[nn.Parameter], keys: TrainKeys, device: torch.device) -> None:
-        self._parameters = parameters
-        self._device = device
+        self.parameters = parameters
+        self.device = device
         self._max_norm = keys.max_grad_norm
         self.noise = torch.Generator().manual_seed(keys.seed)
         self._optimizer = torch.optim.AdamW(parameters, lr=keys.learning_rate)
@@ -73,30 +77,41 @@ class Updater:
 
     def update(self) -> None:
         if self._max_norm:
-            nn.utils.clip_grad_norm_(self._parameters, self._max_norm)
+            nn.utils.clip_grad_norm_(self.parameters, self._max_norm)
         self._optimizer.step()
         self._scheduler.step()
         self._optimizer.zero_grad()
 
     def states(self) -> dict[str, Any]:
-        states = {
+        return {
             "optimizer": self._optimizer.state_dict(),
             "scheduler": self._scheduler.state_dict(),
-            "noise": self.noise.get_state(),
-            "cpu": torch.get_rng_state(),
+            **self.random_states(),
         }
-        if self._device.type != "cpu":
-            states["device"] = torch.get_device_module(self._device).get_rng_state(self._device)
-        return states
 
     def restore(self, states: dict[str, Any]) -> None:
         """Put back what ``states`` gave."""
         self._optimizer.load_state_dict(states["optimizer"])
         self._scheduler.load_state_dict(states["scheduler"])
+        self.restore_random(states)
+
+    def random_states(self) -> dict[str, Any]:
+        states = {"noise": self.noise.get_state(), "cpu": torch.get_rng_state()}
+        if self.device.type != "cpu":
+            states["device"] = torch.get_device_module(self.device).get_rng_state(self.device)
+        return states
+
+    def restore_random(self, states: dict[str, Any]) -> None:
+        """Put back what ``random_states`` gave."""
         self.noise.set_state(states["noise"])
         torch.set_rng_state(states["cpu"])
-        if "device" in states and self._device.type != "cpu":
-            torch.get_device_module(self._device).set_rng_state(states["device"], self._device)
+        if "device" in states and self.device.type != "cpu":
+            torch.get_device_module(self.device).set_rng_state(states["device"], self.device)
+
+
+def plainly(attempt: Callable[[], float], indices: tuple[int, ...]) -> float:
+    """The guard that guards against nothing."""
+    return attempt()
 
 
 def run_steps(
@@ -107,29 +122,36 @@ def run_steps(
     state: RunState,
     after_step: Callable[[StepDone], None],
     interrupt: Interrupt,
+    guard: Guard = plainly,
 ) -> None:
     """Train from ``state.step`` to ``max_train_steps``, or until an interrupt is asked for; ``state`` goes along.
 
+    guard: every forward and backward goes through it.
     Raises LowtideError where the loss is no number any more: the weights are then lost, the checkpoints are not.
     """
-    device = next(denoiser.model.parameters()).device
     denoiser.model.train()
     order = batches(cached.buckets, keys.train_batch_size, keys.seed, skip=state.batches)
     while state.step < keys.max_train_steps and not interrupt.asked:
         start = time.perf_counter()
         losses = []
         for _ in range(keys.gradient_accumulation_steps):
-            batch = load_batch(cached, next(order), device)
-            with computing(keys.mixed_precision, device):
-                noised = random_noise(denoiser, batch.latents, updater.noise)
-                loss = loss_of(denoiser, noised, batch.text)
-            (loss / keys.gradient_accumulation_steps).backward()
-            losses.append(loss.item())
+            indices = next(order)
+            losses.append(guard(functools.partial(_learn, denoiser, updater, cached, keys, indices), indices))
         mean = _mean(losses, state.step + 1)
         updater.update()
         state.step += 1
         state.batches += keys.gradient_accumulation_steps
         after_step(StepDone(state.step, mean, time.perf_counter() - start))
+
+
+def _learn(denoiser: Denoiser, updater: Updater, cached: Cached, keys: TrainKeys, indices: tuple[int, ...]) -> float:
+    """Forward and backward of one batch: its loss. Its share is added to the gradients."""
+    batch = load_batch(cached, indices, updater.device)
+    with computing(keys.mixed_precision, updater.device):
+        noised = random_noise(denoiser, batch.latents, updater.noise)
+        loss = loss_of(denoiser, noised, batch.text)
+    (loss / keys.gradient_accumulation_steps).backward()
+    return loss.item()
 
 
 def load_batch(cached: Cached, indices: tuple[int, ...], device: torch.device) -> Batch:

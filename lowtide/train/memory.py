@@ -1,5 +1,7 @@
 """How much memory a run takes, as its progress bar and report show it."""
 
+import gc
+
 import psutil
 import torch
 
@@ -9,8 +11,16 @@ def device_for_training() -> torch.device:
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
+def give_back(device: torch.device) -> None:
+    """Hand what nobody holds any more back to the device, and count the peak anew."""
+    gc.collect()
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats(device)
+
+
 def peak_bytes(device: torch.device) -> int:
-    """Peak of what tensors took on an accelerator; on the CPU, what the process holds now."""
+    """On an accelerator the peak of what tensors took since memory last ran out; on the CPU what the process holds."""
     if device.type == "cpu":
         return psutil.Process().memory_info().rss
     return torch.accelerator.max_memory_allocated(device)

@@ -10,9 +10,10 @@ from lowtide.train.files import append_line, new_file
 METRICS = "metrics.jsonl"
 
 
-def add_metrics(output: Path, step: int, loss: float, seconds: float, memory_bytes: int) -> None:
-    """Raises MachineError where the disk failed."""
-    append_line(output / METRICS, {"step": step, "loss": loss, "seconds": seconds, "memory_bytes": memory_bytes})
+def add_metrics(output: Path, step: int, loss: float, seconds: float, memory_bytes: int, checkpointing: str) -> None:
+    """checkpointing: name of the setting at the end of the step. Raises MachineError where the disk failed."""
+    entry = {"step": step, "loss": loss, "seconds": seconds, "memory_bytes": memory_bytes}
+    append_line(output / METRICS, {**entry, "checkpointing": checkpointing})
 
 
 def read_metrics(output: Path) -> list[dict[str, Any]]:

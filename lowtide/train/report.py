@@ -81,6 +81,8 @@ def result_lines(report: Mapping[str, Any]) -> Iterator[str]:
             f"Recomputed: {len(blocks['receipt'])} blocks, but the setting asks for {len(blocks['expected'])}: "
             "the receipt says why"
         )
+    for entry in report.get("out_of_memory", ()):
+        yield f"Out of memory in step {entry['step']} with {entry['failed']}: went on with {entry['next']}"
     for what, path in report["files"].items():
         yield f"{what.capitalize()}: {path}"
 

@@ -28,7 +28,9 @@ class RunState:
     """Where a run stands.
 
     config: its flat keys. data: digest of what is trained on. step: updates done. batches: batches used.
-    loss_before: of the fixed batch, before the first step. receipt: of the last step.
+    loss_before: of the fixed batch, before the first step. receipt: of the last step. setting: flat keys of the
+    checkpointing that the run has come to since memory ran out; empty: what ``config`` says. out_of_memory: every time
+    that it did (see train.escalate).
     """
 
     config: dict[str, Any]
@@ -37,6 +39,8 @@ class RunState:
     batches: int = 0
     loss_before: float | None = None
     receipt: dict[str, Any] = field(default_factory=dict)
+    setting: dict[str, Any] = field(default_factory=dict)
+    out_of_memory: list[dict[str, Any]] = field(default_factory=list)
 
 
 def save_checkpoint(output: Path, state: RunState, trained: Trained, tensors: Mapping[str, Any], limit: int) -> Path:

@@ -8,16 +8,17 @@ from typing import Any
 import torch
 
 import lowtide
-from lowtide.handle import Handle, attach
+from lowtide.controls import CheckpointConfig
 from lowtide.runtime.store import accelerator_or_simulated
 from lowtide.train.adapters import Everything, Lora, Trained
-from lowtide.train.config import TrainConfig, TrainKeys
+from lowtide.train.config import ESCALATE, TrainConfig, TrainKeys
 from lowtide.train.dataset import batches
+from lowtide.train.escalate import Attached, Escalation, setting_of
 from lowtide.train.families.base import Denoiser
 from lowtide.train.files import new_folder, write_json
 from lowtide.train.flow import Batch, fixed_loss, random_noise
 from lowtide.train.kernels import computing
-from lowtide.train.loop import Interrupt, StepDone, Updater, load_batch, run_steps
+from lowtide.train.loop import Guard, Interrupt, StepDone, Updater, load_batch, plainly, run_steps
 from lowtide.train.memory import peak_bytes
 from lowtide.train.metrics import add_metrics, read_metrics, summary_of
 from lowtide.train.prepare import Prepared, prepare
@@ -65,13 +66,13 @@ def run(config: TrainConfig, reporter: Reporter) -> dict[str, Any] | None:
     if state.loss_before is None:
         state.loss_before = session.fixed_loss()
         _sample(session, BEFORE)
-    arguments = config.checkpointing.attach_arguments()
-    with attach(session.denoiser.model, family=config.keys.family, **arguments) as handle:
-        _train(session, handle, reporter)
-        blocks = recomputed_blocks(handle.stacks, handle.schedule)
+    setting = setting_of(state, config, session.denoiser.model, reporter.say)
+    with Attached(session.denoiser.model, config.keys.family, setting) as attached:
+        _train(session, attached, reporter)
+        blocks = recomputed_blocks(attached.handle.stacks, attached.handle.schedule)
     if state.step < config.keys.max_train_steps:
         return None
-    return _finish(session, compare_blocks(blocks, state.receipt))
+    return _finish(session, attached, compare_blocks(blocks, state.receipt))
 
 
 def _open(prepared: Prepared, state: RunState, checkpoint: Path | None) -> Session:
@@ -104,32 +105,40 @@ def _sample(session: Session, name: str) -> None:
         write_sample(session.denoiser, session.prepared.cached, session.keys, name)
 
 
-def _train(session: Session, handle: Handle, reporter: Reporter) -> None:
+def _train(session: Session, attached: Attached, reporter: Reporter) -> None:
     """All steps that are left, with a checkpoint now and then and at the end, also at an early one."""
     keys, state, device = session.keys, session.state, session.prepared.device
     saved_step = state.step
 
     def save() -> None:
         nonlocal saved_step
-        state.receipt = handle.receipt().as_dict()
+        state.receipt = attached.handle.receipt().as_dict()
         tensors = session.updater.states()
         save_checkpoint(keys.output, state, session.trained, tensors, keys.checkpoints_total_limit)
         saved_step = state.step
 
     def after_step(done: StepDone) -> None:
         memory_bytes = peak_bytes(device)
-        add_metrics(keys.output, done.step, done.loss, done.seconds, memory_bytes)
+        add_metrics(keys.output, done.step, done.loss, done.seconds, memory_bytes, attached.name)
         bar.show(done, memory_bytes)
         if done.step % keys.checkpoint_step_interval == 0:
             save()
 
     with Interrupt().listen() as interrupt, reporter.steps(state.step, keys.max_train_steps) as bar:
-        run_steps(session.denoiser, session.updater, session.prepared.cached, keys, state, after_step, interrupt)
+        guard = _guard(session, attached, reporter)
+        run_steps(session.denoiser, session.updater, session.prepared.cached, keys, state, after_step, interrupt, guard)
         if state.step > saved_step:
             save()
 
 
-def _finish(session: Session, blocks: dict[str, Any]) -> dict[str, Any]:
+def _guard(session: Session, attached: Attached, reporter: Reporter) -> Guard:
+    if session.keys.on_out_of_memory != ESCALATE:
+        return plainly
+    cached = session.prepared.cached
+    return Escalation(attached, session.denoiser, session.updater, cached, session.keys, session.state, reporter.say)
+
+
+def _finish(session: Session, attached: Attached, blocks: dict[str, Any]) -> dict[str, Any]:
     """Weights, sample and report."""
     keys, state = session.keys, session.state
     weights = keys.output / WEIGHTS[keys.model_type]
@@ -149,20 +158,22 @@ def _finish(session: Session, blocks: dict[str, Any]) -> dict[str, Any]:
         "summary": summary_of(read_metrics(keys.output)),
         "recomputed_blocks": blocks,
         "receipt": state.receipt,
-        "settings": _settings(session),
+        "settings": _settings(session, attached.config),
+        "checkpointing": attached.name,
+        "out_of_memory": state.out_of_memory,
         "files": {"weights": str(weights), **({"sample": str(pair)} if pair else {})},
     }
     write_json(keys.output / REPORT, report)
     return report
 
 
-def _settings(session: Session) -> list[dict[str, Any]] | None:
+def _settings(session: Session, ran: CheckpointConfig) -> list[dict[str, Any]] | None:
     """The table of settings, or None where a plain forward does not fit on the device."""
     batch, keys = _largest(session.prepared), session.keys
     noised = random_noise(session.denoiser, batch.latents, torch.Generator().manual_seed(keys.seed))
     try:
         with computing(keys.mixed_precision, session.prepared.device):
-            return compare_settings(session.denoiser, keys.family, noised, batch, session.prepared.config.checkpointing)
+            return compare_settings(session.denoiser, keys.family, noised, batch, ran)
     except torch.OutOfMemoryError:
         return None
 

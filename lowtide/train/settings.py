@@ -9,7 +9,7 @@ from lowtide import families
 from lowtide.controls import CheckpointConfig
 from lowtide.handle import schedule_for, without_last_round_trip
 from lowtide.measure.held import trace_held
-from lowtide.plan.held import HeldTrace, predict
+from lowtide.plan.held import Held, HeldTrace, predict
 from lowtide.plan.schedule import KEPT, Schedule
 from lowtide.runtime.link import simulated
 from lowtide.runtime.resolve import ResolvedStack, resolve
@@ -47,7 +47,7 @@ def compare_settings(
     """
     stacks = resolve(denoiser.model, families.find(family).stacks)
     trace = trace_held(denoiser.model, stacks, denoiser.arguments(noised.latents, noised.sigmas, batch.text))
-    offered = [config for config in _offered(ran) if not config.moves or _can_offload(denoiser.model)]
+    offered = [config for config in _offered(ran) if not config.moves or can_offload(denoiser.model)]
     if ran not in offered:
         offered.append(ran)
     return [_entry(config, stacks, trace, config == ran) for config in offered]
@@ -60,23 +60,37 @@ def _offered(ran: CheckpointConfig) -> list[CheckpointConfig]:
     return [CheckpointConfig(**keys, **alike) for keys in OFFERED]
 
 
-def _can_offload(model: nn.Module) -> bool:
+def can_offload(model: nn.Module) -> bool:
+    """Whether settings that offload can run where the model is."""
     return simulated.get() or next(model.parameters()).device.type != "cpu"
 
 
 def _entry(config: CheckpointConfig, stacks: list[ResolvedStack], trace: HeldTrace, ran: bool) -> dict[str, Any]:
-    schedule = without_last_round_trip(schedule_for(stacks, config), [stack.name for stack in stacks])
+    schedule = _schedule(config, stacks)
     held = predict(trace, schedule, config.offload_min_bytes)
     return {
         "keys": short_keys(config),
         "scope": config.scope,
         "held_bytes": held.held_bytes,
         "cpu_bytes": held.cpu_bytes,
-        "most_bytes": held.held_bytes + max(map(trace.piece_bytes, held.segments), default=0),
+        "most_bytes": _most_bytes(trace, held),
         "recomputed": len(recomputed_blocks(stacks, schedule)),
         "blocks": sum(len(stack.blocks) for stack in stacks),
         "ran": ran,
     }
+
+
+def most_bytes(config: CheckpointConfig, stacks: list[ResolvedStack], trace: HeldTrace) -> int:
+    """What a setting holds between forward and backward, and the largest piece that it recomputes at once."""
+    return _most_bytes(trace, predict(trace, _schedule(config, stacks), config.offload_min_bytes))
+
+
+def _most_bytes(trace: HeldTrace, held: Held) -> int:
+    return held.held_bytes + max(map(trace.piece_bytes, held.segments), default=0)
+
+
+def _schedule(config: CheckpointConfig, stacks: list[ResolvedStack]) -> Schedule:
+    return without_last_round_trip(schedule_for(stacks, config), [stack.name for stack in stacks])
 
 
 def short_keys(config: CheckpointConfig) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lowtide.train.config import AFRESH, TrainConfig
+from lowtide.train.config import AFRESH, CONTROLS, TrainConfig, changes
 from lowtide.train.files import remove_partial
 from lowtide.train.metrics import METRICS, cut_metrics
 from lowtide.train.progress import Reporter
@@ -28,6 +28,8 @@ def begin(config: TrainConfig, data: str, reporter: Reporter) -> tuple[RunState,
     check_continues(path, state, config, data)
     _move_aside(output, [later for later in checkpoints(output) if step_of(later) > state.step], reporter)
     cut_metrics(output, state.step)
+    if changes(state.config, config, only=CONTROLS):
+        state.setting = {}  # somebody has chosen anew
     state.config, state.data = config.record(), data
     reporter.say(f"going on from {path}: {state.step} of {config.keys.max_train_steps} steps are done")
     return state, path

@@ -77,6 +77,12 @@ def flat(tmp_path: Path, cache_dir: Path) -> dict[str, Any]:
     return {**SMALL, "cache_dir": str(cache_dir), "output_dir": str(tmp_path / "out")}
 
 
+@pytest.fixture(scope="session")
+def small(cache_dir: Path) -> dict[str, Any]:
+    """Flat keys of a small run, without a folder to write to."""
+    return {**SMALL, "cache_dir": str(cache_dir)}
+
+
 @pytest.fixture
 def output(flat: dict[str, Any]) -> Path:
     return Path(flat["output_dir"])
@@ -98,6 +104,19 @@ def train(flat: dict[str, Any]) -> Callable[..., dict[str, Any] | None]:
 
     def start(after: Callable[[StepDone], None] = lambda done: None, **over: Any) -> dict[str, Any] | None:
         return run(TrainConfig.from_flat({**flat, **over}), Telling(after))
+
+    return start
+
+
+@pytest.fixture
+def train_and_tell(flat: dict[str, Any]) -> Callable[..., tuple[dict[str, Any] | None, str]]:
+    """Like ``train``; gives what the run told people, too."""
+
+    def start(after: Callable[[StepDone], None] = lambda done: None, **over: Any) -> tuple[dict[str, Any] | None, str]:
+        reporter = Telling(after)
+        report = run(TrainConfig.from_flat({**flat, **over}), reporter)
+        assert isinstance(reporter.console.file, io.StringIO)
+        return report, reporter.console.file.getvalue()
 
     return start
 

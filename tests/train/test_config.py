@@ -34,6 +34,7 @@ MINIMAL = {"model_family": "flux1", "pretrained_model_name_or_path": "quickstart
         ("learning_rate", True, "learning_rate: True is not allowed"),
         ("learning_rate", "nan", "learning_rate: 'nan' is not allowed"),
         ("mixed_precision", "fp16", "mixed_precision: 'fp16' is not allowed; allowed: no, bf16"),
+        ("on_out_of_memory", "escalade", "allowed: raise, escalate. Did you mean 'escalate'?"),
         ("optimizer", "torch-adam", "Did you mean 'torch-adamw'?"),
         ("model_type", "lokr", "model_type: 'lokr' is not allowed; allowed: lora, full"),
         ("lora_type", "lycoris", "lora_type: 'lycoris' is not allowed; allowed: standard"),

@@ -1,0 +1,47 @@
+"""Autocast for the meta device, which torch's own does not know: what a trace of shapes saves is then as wide as in a
+step.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+_IN_BFLOAT16 = frozenset(
+    {
+        "__matmul__", "addmm", "baddbmm", "bmm", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
+        "conv_transpose3d", "einsum", "linear", "matmul", "mm", "scaled_dot_product_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+    }
+)  # fmt: skip
+_IN_FLOAT32 = frozenset(
+    {
+        "__pow__", "cumsum", "exp", "group_norm", "layer_norm", "log", "log_softmax", "logsumexp", "mse_loss", "norm",
+        "pow", "prod", "reciprocal", "rms_norm", "rsqrt", "softmax", "softplus", "sum",
+    }
+)  # fmt: skip
+"""What accelerators compute in float32; on the CPU torch leaves these alone."""
+
+
+class Casting(TorchFunctionMode):
+    """Casts arguments as ``torch.autocast(device.type, torch.bfloat16)`` does, for what denoisers call."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._in_float32: frozenset[str] = frozenset() if device.type == "cpu" else _IN_FLOAT32
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = func.__name__
+        dtype = torch.bfloat16 if name in _IN_BFLOAT16 else torch.float32 if name in self._in_float32 else None
+        if dtype is not None:
+            args, kwargs = tree_map_only(torch.Tensor, functools.partial(_cast, dtype), (args, dict(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.dtype in (torch.bfloat16, torch.float16, torch.float32) else tensor
