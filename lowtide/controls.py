@@ -170,10 +170,11 @@ class CheckpointConfig(Keys):
     @property
     def moves(self) -> bool:
         """Whether anything is asked to wait in CPU memory, so that an accelerator is needed."""
-        return self.offload_attention or bool(self._backend_moves)
+        return self.offload_attention or bool(self.backend_moves)
 
     @property
-    def _backend_moves(self) -> frozenset[str]:
+    def backend_moves(self) -> frozenset[str]:
+        """What of the blocks that the backend treats waits in CPU memory."""
         return _BACKENDS[self.backend].moves if self.gradient_checkpointing else frozenset()
 
     def schedule_for(
@@ -220,7 +221,7 @@ class CheckpointConfig(Keys):
         plan = self._treatments(depth, has_feed_forward)
         treated = [index for index, treatment in enumerate(plan.treatments) if treatment != KEPT]
         sides = frozenset({BOUNDARY, ATTENTION} if has_attention else {BOUNDARY})
-        plan = plan.moving(self._backend_moves & sides, treated)  # a backend leaves the blocks between segments alone
+        plan = plan.moving(self.backend_moves & sides, treated)  # a backend leaves the blocks between segments alone
         return plan.moving({ATTENTION} & sides) if self.offload_attention else plan
 
     def _treatments(self, depth: int, has_feed_forward: bool) -> StackSchedule:

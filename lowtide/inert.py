@@ -1,10 +1,11 @@
 """Options that changed no treatment in a step, or never can with a model: receipts and inspections list them."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from lowtide.controls import CheckpointConfig
 from lowtide.plan.schedule import FFN, IN_SEGMENTS, KEPT, WHOLE
 from lowtide.runtime.receipt import BlockReceipt, Copies, Note
+from lowtide.runtime.unit import NO_FEED_FORWARD
 
 RECOMPUTED = "attention is recomputed"
 MOVED_ALREADY = "the outputs of the attention kernels wait in CPU memory already"
@@ -52,12 +53,14 @@ def inert(config: CheckpointConfig, blocks: Sequence[BlockReceipt], copies: Copi
     interval, stride = config.interval or 1, config.segment_stride
     if interval > 1 and in_segments and len({block.segment for block in in_segments}) == len(in_segments):
         yield Note("interval", "no segment held more than one block in this step")
-    if stride is not None and KEPT not in treatments.values():
+    if stride is not None and _no_gap(config, blocks, treatments):
         yield Note("segment_stride", "no block was left between two segments")
     yield from untreated(config, treatments.values())
     treated = [block for block in blocks if treatments[block.name] != KEPT]
     if treated and not any(block.recompute_calls for block in treated):
         yield Note("backend", "nothing was recomputed in this step: no backward yet, or no block needed a gradient")
+    if config.offload_attention and config.backend_moves and treated and not copies.d2h_bytes:
+        yield Note("backend", _why_nothing_moved(config, blocks))
     if config.offload_attention and set(treatments.values()) == {WHOLE}:
         yield Note("offload_attention", RECOMPUTED)
     elif config.offload_attention and config.backend == "unsloth-selective":
@@ -68,6 +71,13 @@ def inert(config: CheckpointConfig, blocks: Sequence[BlockReceipt], copies: Copi
             return
         option = "offload_attention" if config.offload_attention else "backend" if config.moves else "schedule"
         yield Note(option, _why_nothing_moved(config, blocks))
+
+
+def _no_gap(config: CheckpointConfig, blocks: Sequence[BlockReceipt], treatments: Mapping[str, str]) -> bool:
+    """Whether the stride leaves nothing out. Of feed-forwards an interval alone leaves some out, which it changes."""
+    if config.scope == FFN and (config.interval or 1) > 1:
+        return False
+    return not any(treatments[block.name] == KEPT and block.reason != NO_FEED_FORWARD for block in blocks)
 
 
 def _why_nothing_moved(config: CheckpointConfig, blocks: Sequence[BlockReceipt]) -> str:

@@ -8,7 +8,9 @@ it any more; there, processes are started anew.
 import functools
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from typing import Any, TypeVar
@@ -68,11 +70,19 @@ def _called(context: BaseContext, function: Callable[..., _T], arguments: tuple[
             process.join()
             raise Died(_ending(process.exitcode)) from None
         finally:
-            process.kill()
-            process.join()
+            _end(process)
+
+
+def _end(process: Any) -> None:
+    """The process and all that it started: it leads a session of its own."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
 
 
 def _send(theirs: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    os.setsid()
     with theirs:
         theirs.send(function(*arguments))
 

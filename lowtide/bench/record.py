@@ -93,7 +93,7 @@ class Record:
         ]
 
     def as_line(self) -> str:
-        return json.dumps({"format": FORMAT, **asdict(self)}, ensure_ascii=False)
+        return json.dumps({"format": FORMAT, **asdict(self)})
 
 
 def append(path: Path, record: Record) -> None:
@@ -111,9 +111,10 @@ def read(path: Path) -> Iterator[Record]:
     Raises ConfigError for a record that cannot be read.
     """
     for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-            if line.endswith("}") and '"format":' in line:
-                yield _parsed(line, f"{file}:{number}")
+        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
+            fields = _whole(line)
+            if fields is not None and "format" in fields:
+                yield _parsed(fields, f"{file}:{number}")
 
 
 def _last_byte(file: BinaryIO) -> bytes:
@@ -121,9 +122,17 @@ def _last_byte(file: BinaryIO) -> bytes:
     return file.read(1)
 
 
-def _parsed(line: str, where: str) -> Record:
+def _whole(line: str) -> dict[str, Any] | None:
+    """The object of a line; None for one that was cut short."""
     try:
         fields = json.loads(line)
+    except ValueError:
+        return None
+    return fields if isinstance(fields, dict) else None
+
+
+def _parsed(fields: dict[str, Any], where: str) -> Record:
+    try:
         if fields.pop("format") != FORMAT:
             raise ConfigError(f"{where} is of another format than this version reads ({FORMAT})")
         figures = fields["figures"]

@@ -102,22 +102,26 @@ class _Forecaster:
             self.calls.setdefault((call.stack, call.index), []).append(call)
         self.shapes = {block: self._shape(calls) for block, calls in self.calls.items()}
         self.kind_names = {stack: tuple(self._names(stack, depth)) for stack, depth in depths.items()}
+        self.held = {way: self._held(way) for way in self._ways()}
 
     def kinds(self) -> dict[str, BlockKind]:
         """Of every kind: its ways with the median of what its blocks hold."""
-        members = self._members()
-        ways = list(self._ways())
-        held = {way: self._held(way) for way in ways}
-        return {name: BlockKind.from_figures(dict(self._figures(blocks, held))) for name, blocks in members.items()}
+        return {
+            name: BlockKind.from_figures(dict(self._figures(blocks, self.held)))
+            for name, blocks in self._members().items()
+        }
 
     def shared_bytes(self) -> int:
-        """What a plain run's blocks hold beyond the median of their kind: held by one of them for all."""
-        held = self._held(PLAIN)
-        return sum(
-            sum(held.blocks[block].kept_bytes for block in blocks)
-            - len(blocks) * self._median(held.blocks[block].kept_bytes for block in blocks)
-            for blocks in self._members().values()
-            if all(block in held.blocks for block in blocks)
+        """The most that all blocks hold beyond the medians of their kinds under any way: by one of them for all."""
+        members = [blocks for blocks in self._members().values() if blocks[0] in self.shapes]
+        return max(
+            sum(
+                sum(held.blocks[block].kept_bytes for block in blocks)
+                - len(blocks) * self._median(held.blocks[block].kept_bytes for block in blocks)
+                for blocks in members
+            )
+            for (_, _, width), held in self.held.items()
+            if width == 1
         )
 
     def _members(self) -> dict[str, list[Block]]:

@@ -15,6 +15,7 @@ from lowtide.measure.watch import Missed, StackEvidence, Watched, watch, without
 from lowtide.plan.schedule import FFN, KEPT, StackSchedule
 from lowtide.runtime.receipt import Note
 from lowtide.runtime.resolve import ResolvedStack, resolve
+from lowtide.runtime.unit import NO_FEED_FORWARD
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ def _planned(
         treatment = KEPT if bare else schedule.treatments[index]
         moves = tuple(sorted(schedule.moves[index] & movable(stack, block, treatment)))
         offload = "+offload" if moves else ""
-        reason = "no feed-forward" if bare else RUNS_LAST if name in stay else None
+        reason = NO_FEED_FORWARD if bare else RUNS_LAST if name in stay else None
         yield PlannedBlock(name, index, treatment + offload, schedule.segments[index], reason, moves)
 
 

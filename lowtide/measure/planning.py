@@ -1,5 +1,6 @@
 """``lowtide plan``: the quickest schedule for a model, its inputs and a budget, from shapes alone."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,7 +19,8 @@ from lowtide.plan.explain import as_dict
 from lowtide.plan.solve import Plan, smallest_peak, solve
 from lowtide.runtime.resolve import ResolvedStack, resolve
 
-_TRIES = 6
+_TRIES = 5
+_MOST_TIMES = 16
 _FLOAT32_BYTES = 4
 _RESOLUTION_STEP = 64
 _LARGEST_RANK = 1024
@@ -198,15 +200,33 @@ def _largest_picture(peak: Callable[[int, int], int], budget: int, height: int, 
 
 
 def _largest(peak: Callable[[int], int], budget: int, asked: int, step: int) -> int:
-    """The largest multiple of ``step`` whose peak is in the budget, 0 if none is; the peak rises about linearly."""
-    low, high = asked, 2 * asked
-    at_low, at_high = peak(low), peak(high)
-    slope = max(1e-9, (at_high - at_low) / (high - low))
-    guess = int((low + (budget - at_low) / slope) // step) * step
+    """The largest multiple of ``step`` that was seen to fit, near the true one: the peak rises about linearly. 0: none.
+
+    What the model cannot take does not fit. More than ``_MOST_TIMES`` what was asked is not looked for.
+    """
+
+    def seen(number: int) -> float:
+        try:
+            return peak(number)
+        except (ValueError, RuntimeError, ConfigError):
+            return math.inf
+
+    low, at_low, high, at_high = 0, 0.0, asked, seen(asked)
+    if at_high <= budget:
+        low, at_low, high = asked, at_high, 2 * asked
+        at_high = seen(high)
     for _ in range(_TRIES):
-        if guess < step:
-            return 0
-        if guess > 64 * asked or peak(guess) <= budget:
-            return guess
-        guess = min(guess - step, int(guess * 0.97) // step * step)
-    return 0
+        if at_high <= budget:
+            if high >= _MOST_TIMES * asked:
+                return high
+            rise = max(1e-9, (at_high - at_low) / (high - low))
+            low, at_low = high, at_high
+            high = min(_MOST_TIMES * asked, max(high + step, int(high + 1.1 * (budget - at_high) / rise)))
+        else:
+            share = (budget - at_low) / (at_high - at_low) if at_high < math.inf and low else 0.5
+            high, at_high = low + int((high - low) * min(share, 0.98)), math.inf
+        high = high // step * step
+        if high <= low:
+            break
+        at_high = seen(high)
+    return high if low < high and at_high <= budget else low // step * step

@@ -10,7 +10,7 @@ from lowtide.plan.costs import StepCosts, TreatmentCost
 from lowtide.plan.fewest import fewest_bytes, lowest_peak
 from lowtide.plan.place import placed
 from lowtide.plan.predict_step import lane_out, net_out_ms
-from lowtide.plan.search import MOST_STATES, Search, ways_of
+from lowtide.plan.search import MOST_LIMITED, MOST_STATES, Search, ways_of
 from lowtide.plan.ways import RunWays, ways_of_runs
 
 Found = TypeVar("Found")
@@ -34,6 +34,8 @@ def quickest(costs: StepCosts, budget_bytes: int, best_ms: float, most_states: i
 
     most_states: at which the searches are stopped, but for a first look at each.
     """
+    if _binding_host_limit(costs) is not None:
+        most_states = min(most_states, MOST_LIMITED)
     found: Search | None = None
     searches: list[tuple[float, Search]] = []
 

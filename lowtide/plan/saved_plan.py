@@ -57,6 +57,8 @@ def loads(text: str, where: str = "the plan") -> SavedPlan:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{where} is no JSON: {error.msg} in line {error.lineno}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} cannot be read: {error}") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ConfigError(f"{where} is not a saved plan: `format` must be {FORMAT!r}")
     if data.get("version") != VERSION:

@@ -38,7 +38,9 @@ from lowtide.plan.bounds import Bounds
 from lowtide.plan.fewest import floors
 from lowtide.plan.ways import RunWays, State, Way
 
-MOST_STATES = 400_000
+MOST_STATES = 250_000
+MOST_LIMITED = 30_000
+"""The same where CPU memory is limited: there are more figures to compare, so each state takes longer."""
 
 _CLOSE = 1e-9
 _FEW = (5, 40)  # states a node

@@ -13,6 +13,8 @@ from lowtide.plan.schedule import ATTENTION, FFN, KEPT, SAVED, Schedule, StackSc
 from lowtide.runtime.ledger import BlockRecord, Ledger
 from lowtide.runtime.resolve import ResolvedStack
 
+NO_FEED_FORWARD = "no feed-forward"
+"""Why a block is kept whose feed-forward the schedule recomputes."""
 MOVED = "moved"
 """Treatment of a module inside a block that is not recomputed: what it saves waits in CPU memory."""
 WAKES = "wakes"
@@ -64,7 +66,7 @@ def units_of(
             treatment = plan.treatments[index]
             chains = stack.chains(block) if treatment == FFN else []
             bare = FFN in (treatment, scope) and not stack.chains(block)
-            reason = "no feed-forward" if bare else None
+            reason = NO_FEED_FORWARD if bare else None
             record = ledger.add(name, stack.name, index, KEPT if bare else treatment, reason)
             unit = _block_unit(block, record, stack, plan, index)
             unit.wakes = wanted.stacks[stack.name].moves[index] - unit.moves

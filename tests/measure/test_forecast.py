@@ -83,7 +83,7 @@ def test_peaks_are_those_of_the_card(work: str) -> None:
     assert {"none", "torch-checkpoint", "unsloth"} <= compared.keys()
     for mode, name in compared.items():
         error = found[name].peak_bytes / GIB / rows[mode]["peak_gib"] - 1
-        assert abs(error) <= (0.005 if mode == "none" else 0.065), (mode, error)
+        assert abs(error) <= (0.01 if mode == "none" else 0.065), (mode, error)
 
 
 @pytest.mark.parametrize(("backend", "treatment"), [("torch", "whole"), ("torch-ffn", "ffn")])
@@ -164,7 +164,7 @@ def wish(budget_gib: float, **more: Any) -> Wish:
 
 def test_a_plan_is_within_its_budget_and_more_budget_is_never_slower() -> None:
     times = []
-    for budget_gib in (5.0, 6.0, 8.0, 24.0):
+    for budget_gib in (5.5, 6.0, 8.0, 24.0):
         planned = plan_for(wish(budget_gib), fits=False)
         assert planned.plan is not None
         assert planned.plan.prediction.peak_bytes <= budget_gib * GIB
@@ -182,6 +182,13 @@ def test_what_fits_just_fits() -> None:
     assert batch > 1
     at = {n: plan_for(wish(6.0, sizes={"B": n}), fits=False).smallest_peak_bytes for n in (batch, batch + 1)}
     assert at[batch] <= 6.0 * GIB < at[batch + 1]
+
+
+def test_what_a_model_cannot_take_does_not_fit() -> None:
+    """SD3's table of positions ends at 192 patches a side: a larger picture is an error, and no answer."""
+    planned = plan_for(wish(20.0, sizes={"B": 1}))
+    sides = {fit.name: fit.largest for fit in planned.fits}["resolution"].rstrip("+").split("x")
+    assert 1024 <= int(sides[0]) <= 192 * 16
 
 
 def test_what_does_not_fit_is_refused_with_the_smallest_peak() -> None:
