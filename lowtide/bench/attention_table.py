@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lowtide.bench.attention import KERNELS, kernels
-from lowtide.bench.cell import Effort, run_cell
+from lowtide.bench.cell import Effort, in_a_line, run_cell
 from lowtide.bench.isolate import Died, isolated
 from lowtide.bench.modes import mode
 from lowtide.bench.record import Condition, Record
@@ -101,14 +101,14 @@ def _row(
     try:
         return KernelRow(record, cosine(gradients(condition, device), torch.load(reference)))
     except RuntimeError as error:
-        return KernelRow(record, why_no_cosine=_in_a_line(error))
+        return KernelRow(record, why_no_cosine=in_a_line(error))
 
 
 def _saved(condition: Condition, device: str, path: Path) -> str | None:
     try:
         torch.save(gradients(condition, device, exact=True), path)
     except RuntimeError as error:
-        return _in_a_line(error)
+        return in_a_line(error)
     return None
 
 
@@ -128,7 +128,3 @@ def _compute_in_float32(model: nn.Module) -> None:
 def _no_tf32() -> Any:
     """cuDNN's convolutions round float32 to TF32 unless told otherwise; torch's products do not."""
     return torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
-
-
-def _in_a_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"

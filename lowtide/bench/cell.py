@@ -58,7 +58,7 @@ def run_cell(condition: Condition, effort: Effort, device: str, machine: Mapping
     except UnsupportedError as error:
         return Record(condition, "unsupported", machine, reason=str(error))
     except Exception as error:  # noqa: BLE001 - a cell that fails for any reason is a result, and costs no other cell
-        return Record(condition, "failed", machine, reason=f"{type(error).__name__}: {_first_line(error)}")
+        return Record(condition, "failed", machine, reason=in_a_line(error))
 
 
 def run_apart(condition: Condition, effort: Effort, device: str, machine: Mapping[str, Any]) -> Record:
@@ -164,6 +164,11 @@ def _receipt(task: Task, handle: Handle) -> dict[str, Any]:
     ]
     treatments = Counter(block["treatment"] for block in receipt["blocks"])
     return {**receipt, "blocks": dict(treatments), "inert": receipt["inert"] + missing}
+
+
+def in_a_line(error: BaseException) -> str:
+    """An error as the reason why something has no figures."""
+    return f"{type(error).__name__}: {_first_line(error)}"
 
 
 def _first_line(error: BaseException) -> str:
