@@ -7,23 +7,21 @@ blocks are counted, outputs and gradients compared bit by bit.
 docs/families.md; ``--docs`` makes the table from the last result. Takes a minute.
 """
 
-import functools
 import json
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from lowtide import families
 from lowtide.bench.provenance import provenance
 from lowtide.families import Family
 from lowtide.measure.build import build_model
+from lowtide.measure.calls import counted_forwards
 from lowtide.measure.catalogue import describe_families
 from lowtide.measure.inputs import build_inputs
 from lowtide.measure.parity import compare, run_step
@@ -34,31 +32,6 @@ RESULT = ROOT / "benchmarks" / "results" / "diffusers_checkpointing.json"
 PAGE = ROOT / "docs" / "families.md"
 _TABLE = re.compile(r"(<!-- families -->\n).*?(<!-- end of families -->)", re.DOTALL)
 _FAILURES = (ValueError, TypeError, RuntimeError, AttributeError, NotImplementedError)
-
-
-@contextmanager
-def counted(blocks: Sequence[tuple[str, nn.Module]]) -> Iterator[dict[str, int]]:
-    """How often the forward of each block runs: counted on its class, so that nothing on the model changes."""
-    names = {id(block): name for name, block in blocks}
-    calls = dict.fromkeys(names.values(), 0)
-    before = {kind: kind.forward for kind in {type(block) for _, block in blocks}}
-    for kind, forward in before.items():
-        kind.forward = _counting(forward, names, calls)
-    try:
-        yield calls
-    finally:
-        for kind, forward in before.items():
-            kind.forward = forward
-
-
-def _counting(forward: Callable[..., Any], names: Mapping[int, str], calls: dict[str, int]) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def count(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if id(block) in names:
-            calls[names[id(block)]] += 1
-        return forward(block, *args, **kwargs)
-
-    return count
 
 
 def measure(family: Family) -> dict[str, Any]:
@@ -84,10 +57,10 @@ def _step_beside_plain(family: Family, variant: str | None) -> tuple[dict[str, A
     inputs = build_inputs(family.tiny, variant=family.variants[variant] if variant else None)
     stacks = resolve(model, family.stacks)
     blocks = [block for stack in stacks for block in stack.blocks]
-    with counted(blocks) as once:
+    with counted_forwards(blocks) as once:
         plain = run_step(model, inputs)
     model.enable_gradient_checkpointing()
-    with counted(blocks) as calls:
+    with counted_forwards(blocks) as calls:
         step = run_step(model, inputs)
     left = {
         stack.name: {

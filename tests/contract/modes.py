@@ -8,6 +8,7 @@ from torch import nn
 
 import lowtide
 from lowtide import families
+from lowtide.measure.calls import counted_forwards
 from lowtide.measure.parity import Difference, compare, run_step
 from lowtide.plan.held import Held, predict
 from lowtide.plan.schedule import FFN, SELECTIVE, WHOLE, Schedule, StackSchedule, mixed
@@ -15,7 +16,7 @@ from lowtide.runtime.receipt import Receipt
 from lowtide.runtime.resolve import ResolvedStack
 from lowtide.testing import cpu_offload
 from tests.contract.cases import SEED, Case, first_forward, make_case, plain_step, trace_of
-from tests.contract.observed import Observer, counted_forwards
+from tests.contract.observed import Observer
 
 SETTINGS: dict[str, dict[str, int]] = {
     "1": {"interval": 1},
