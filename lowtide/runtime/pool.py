@@ -10,6 +10,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -39,7 +40,8 @@ class Buffer:
 
     def __del__(self) -> None:
         if self.busy is not None:
-            self.busy.synchronize()
+            with suppress(torch.AcceleratorError):  # a device that has failed reads and writes no more
+                self.busy.synchronize()
 
 
 def size_class(size: int) -> int:

@@ -1,6 +1,7 @@
 """What the tests of offload on a card share: modes, models cut to a few layers, what gradients may differ by."""
 
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,9 @@ from lowtide.runtime.resolve import resolve
 
 # cuDNN's backward is wrong on Flux's joint attention (benchmarks/LOG.md): plain runs differ without bound there.
 TRUSTED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+os.environ.setdefault(
+    "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+)  # what deterministic algorithms ask for, before the first product
 Gradients = dict[str, torch.Tensor]
 
 MODES: dict[str, dict[str, Any]] = {
