@@ -34,7 +34,7 @@ from torch.nn.attention import sdpa_kernel
 from visits import GIB, Row, Visitor
 from works import WORKS, Work
 
-from lowtide.bench.provenance import link_rates, provenance
+from lowtide.bench.provenance import link_gb_per_s, provenance
 
 RESULTS = Path(__file__).parent / "results" / "offload.jsonl"
 NOT_BY_DEFAULT = ("sdxl",)
@@ -175,7 +175,7 @@ def main() -> None:
     if options.fill_host_gib:
         fill_host_memory(options.fill_host_gib)
     facts = provenance(options.device, options.commit)
-    rates = link_rates() if options.device == "cuda" else {}
+    rates = link_gb_per_s() if options.device == "cuda" else {}
     print(facts, rates)
     for name in options.work or [name for name in WORKS if name not in NOT_BY_DEFAULT]:
         work = WORKS[name]

@@ -8,8 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lowtide.attaching import attach
     from lowtide.controls import CheckpointConfig
-    from lowtide.handle import Handle, attach
+    from lowtide.handle import Handle
     from lowtide.offload import offload_activations
     from lowtide.region import checkpoint
 
@@ -19,7 +20,7 @@ __all__ = ["CheckpointConfig", "Handle", "__version__", "attach", "checkpoint", 
 _HOMES = {
     "CheckpointConfig": "lowtide.controls",
     "Handle": "lowtide.handle",
-    "attach": "lowtide.handle",
+    "attach": "lowtide.attaching",
     "checkpoint": "lowtide.region",
     "offload_activations": "lowtide.offload",
 }

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from lowtide.errors import UnsupportedError
-from lowtide.keys import Choice, Keys, Size, Switch, WholeNumber, boolean_of, is_unset
+from lowtide.errors import ConfigError, UnsupportedError
+from lowtide.keys import AUTO, Budget, Choice, Keys, Size, Switch, WholeNumber, boolean_of, is_unset
 from lowtide.plan.schedule import (
     ATTENTION,
     BOUNDARY,
@@ -45,9 +45,10 @@ _BACKENDS: Mapping[str, _Backend] = {
 }
 
 BACKENDS = tuple(_BACKENDS)
+"""Those that treat blocks by a fixed rule; ``auto`` chooses for each block."""
 
 _backend = Choice(
-    BACKENDS, hint="To recompute nothing, set gradient_checkpointing to false (lowtide.attach: backend=None)."
+    (*BACKENDS, AUTO), hint="To recompute nothing, set gradient_checkpointing to false (lowtide.attach: backend=None)."
 )
 
 
@@ -70,7 +71,13 @@ class CheckpointConfig(Keys):
         "each block; saves less, costs less time. `torch-selective`: whole blocks, but the outputs of the attention "
         "kernels are kept, so that attention never runs twice. `unsloth`, `unsloth-ffn`, `unsloth-selective`: the "
         "same, and what the checkpoint itself must keep (the inputs of what is recomputed, those attention outputs) "
-        "waits in CPU memory; they need an accelerator.",
+        "waits in CPU memory; they need an accelerator. `auto`: the quickest treatment of each block within "
+        "`vram_budget`, found in the first steps (docs/plan.md).",
+    )
+    vram_budget: Annotated[int | str | None, BeforeValidator(Budget())] = Field(
+        default=None,
+        description="For `auto`: what PyTorch may reserve of the accelerator's memory, as in 16GiB. `auto` or unset: "
+        "what is free and what this process holds, less 512 MiB or 3 %, whichever is more.",
     )
     interval: Annotated[int | None, BeforeValidator(WholeNumber(1))] = Field(
         default=None,
@@ -114,6 +121,7 @@ class CheckpointConfig(Keys):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         width, stride = self.interval, self.segment_stride
+        self._check_auto()
         if not self.gradient_checkpointing and (width, stride) != (None, None):
             field, value = ("interval", width) if width is not None else ("segment_stride", stride)
             raise ValueError(
@@ -131,6 +139,15 @@ class CheckpointConfig(Keys):
             )
         return self
 
+    def _check_auto(self) -> None:
+        chosen = {"interval": self.interval, "segment_stride": self.segment_stride}
+        given = [f"{{{name}}}" for name, value in chosen.items() if value is not None]
+        given += ["{offload_attention}"] if self.offload_attention else []
+        if self.is_auto and given:
+            raise ValueError(f"{{backend}} = auto chooses for each block by itself: leave {' and '.join(given)} out.")
+        if self.vram_budget is not None and not self.is_auto:
+            raise ValueError("{vram_budget} bounds what {backend} = auto chooses, and nothing else: set that, too.")
+
     @classmethod
     def for_attach(
         cls,
@@ -140,6 +157,7 @@ class CheckpointConfig(Keys):
         offload_attention: Any = False,
         offload_pin_memory_max_buckets: Any = MAX_SIZES,
         offload_min_bytes: Any = MIN_BYTES,
+        vram_budget: Any = None,
     ) -> Self:
         """The controls as the arguments of ``lowtide.attach`` give them: no backend (None) recomputes nothing."""
         given = {
@@ -148,6 +166,7 @@ class CheckpointConfig(Keys):
             "offload_attention": offload_attention,
             "offload_pin_memory_max_buckets": offload_pin_memory_max_buckets,
             "offload_min_bytes": offload_min_bytes,
+            "vram_budget": vram_budget,
         }
         return cls(gradient_checkpointing=False, **given) if is_unset(backend) else cls(backend=backend, **given)
 
@@ -160,12 +179,18 @@ class CheckpointConfig(Keys):
             "offload_attention": self.offload_attention,
             "offload_pin_memory_max_buckets": self.offload_pin_memory_max_buckets,
             "offload_min_bytes": self.offload_min_bytes,
+            "vram_budget": self.vram_budget,
         }
 
     @property
+    def is_auto(self) -> bool:
+        return self.gradient_checkpointing and self.backend == AUTO
+
+    @property
     def scope(self) -> str | None:
-        """Treatment of the blocks that are treated: whole, ffn or selective; None where nothing is recomputed."""
-        return _BACKENDS[self.backend].treatment if self.gradient_checkpointing else None
+        """Treatment of the blocks that are treated: whole, ffn or selective; None where nothing is recomputed, and
+        where ``auto`` chooses."""
+        return _BACKENDS[self.backend].treatment if self._is_fixed else None
 
     @property
     def moves(self) -> bool:
@@ -175,7 +200,11 @@ class CheckpointConfig(Keys):
     @property
     def backend_moves(self) -> frozenset[str]:
         """What of the blocks that the backend treats waits in CPU memory."""
-        return _BACKENDS[self.backend].moves if self.gradient_checkpointing else frozenset()
+        return _BACKENDS[self.backend].moves if self._is_fixed else frozenset()
+
+    @property
+    def _is_fixed(self) -> bool:
+        return self.gradient_checkpointing and self.backend != AUTO
 
     def schedule_for(
         self,
@@ -192,6 +221,11 @@ class CheckpointConfig(Keys):
         than every stack. Raises UnsupportedError where no stack has the side that the backend or ``offload_attention``
         is about.
         """
+        if self.is_auto:
+            raise ConfigError(
+                "backend = auto has no schedule before the first steps of training: `lowtide plan` shows what it would "
+                "choose"
+            )
         self._check_sides(any(feed_forward[name] for name in depths), any(attention[name] for name in depths), model)
         self._warn_if_wide(depths.values(), model)
         return Schedule(
@@ -247,7 +281,7 @@ class CheckpointConfig(Keys):
         )
 
 
-def parse_switch(value: Any, backends: tuple[str, ...] = BACKENDS) -> bool | str | None:
+def parse_switch(value: Any, backends: tuple[str, ...] = (*BACKENDS, AUTO)) -> bool | str | None:
     """What a person means by the one value that switches checkpointing: on, off, a backend's name, or None for unset.
 
     Raises ConfigError for anything else.

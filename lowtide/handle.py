@@ -1,11 +1,9 @@
-"""``lowtide.attach``: from the user's settings to a model whose blocks are recomputed in backward."""
+"""From controls, or a schedule, to a model whose blocks are recomputed in backward: see ``attaching.attach``."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from torch import nn
 
@@ -15,9 +13,7 @@ from lowtide.controls import CheckpointConfig
 from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.families.row import Stack
 from lowtide.inert import ignored, inert
-from lowtide.keys import is_unset
-from lowtide.plan.saved_plan import load_plan
-from lowtide.plan.schedule import ATTENTION, FFN, KEPT, MAX_SIZES, MIN_BYTES, MOVES, SELECTIVE, Schedule
+from lowtide.plan.schedule import ATTENTION, FFN, KEPT, MOVES, SELECTIVE, Schedule
 from lowtide.runtime.ledger import BlockRecord, Ledger
 from lowtide.runtime.receipt import BlockReceipt, Copies, Note, Receipt
 from lowtide.runtime.resolve import ResolvedStack, child, resolve
@@ -28,15 +24,6 @@ from lowtide.runtime.unit import units_of
 
 RUNS_LAST = "runs last, stays on the device"
 """Why a block of which something would wait in CPU memory keeps it."""
-
-_PREFIX = "gradient_checkpointing"
-
-
-class _NotGiven(str):
-    """A default value that is told from the same value when somebody gives it."""
-
-
-_TORCH = _NotGiven("torch")
 
 
 class Handle:
@@ -151,65 +138,22 @@ class Handle:
         self.detach()
 
 
-def attach(
-    model: nn.Module,
-    *,
-    backend: str | None = _TORCH,
-    interval: int | None = None,
-    segment_stride: int | None = None,
-    offload_attention: bool = False,
-    offload_pin_memory_max_buckets: int = MAX_SIZES,
-    offload_min_bytes: int = MIN_BYTES,
-    family: str | None = None,
-    schedule: Schedule | str | Path | None = None,
-    **unknown: Any,
+def attach_as(
+    model: nn.Module, config: CheckpointConfig, schedule: Schedule | None = None, family: str | None = None
 ) -> Handle:
-    """Recompute activations of ``model``'s blocks in backward, or let them wait in CPU memory, with exactly the
-    gradients of a plain run.
+    """Attach as the controls say, or as a schedule does; then they say only how memory is moved.
 
-    model: any module that has block stacks: a diffusers or transformers model, also inside DDP, PEFT or torch.compile
-        wrappers. Known classes use their family's row; for others the stacks are found by structure.
-    backend: ``"torch"`` recomputes whole blocks, ``"torch-ffn"`` feed-forward sides, ``"torch-selective"`` whole blocks
-        but for their attention kernels; ``"unsloth"``, ``"unsloth-ffn"``, ``"unsloth-selective"`` the same, and what
-        they must hold waits in CPU memory; None: nothing is recomputed.
-    interval, segment_stride: see docs/controls.md.
-    offload_attention: what attention sides save waits in CPU memory, where they are not recomputed.
-    offload_pin_memory_max_buckets: distinct sizes of pinned CPU buffers; 0: ordinary CPU memory.
-    offload_min_bytes: smaller tensors stay on the device.
-    family: a key, title or alias of ``lowtide families``; default: by the model's class.
-    schedule: an explicit treatment of every block (see lowtide.plan.schedule), or the file of a saved plan, instead of
-        backend, interval, segment_stride and offload_attention.
-
-    Raises ConfigError for a wrong value, a model that is attached already, or offload without an accelerator;
-    UnsupportedError where the model cannot run the scope. Activation checkpointing with non-reentrant semantics: Chen
-    et al., arXiv:1604.06174. Offload beside computation: Rhu et al. (vDNN), arXiv:1602.08124.
+    Raises ConfigError for a model that is attached already, a schedule of another model, or offload without an
+    accelerator; UnsupportedError where the model cannot run the scope.
     """
-    if unknown:
-        _refuse(unknown)
-    if isinstance(schedule, str | Path):
-        schedule = load_plan(schedule).schedule
-    if schedule is not None and not isinstance(schedule, Schedule):
-        raise ConfigError(
-            f"schedule must be a lowtide.plan.schedule.Schedule or the path of a saved plan, not a "
-            f"{type(schedule).__name__}"
-        )
-    _check_own_switch(model)
-    root, rows = _rows_for(model, family)
+    check_own_switch(model)
+    root, rows = rows_for(model, family)
     stacks = resolve(root, rows)
     if schedule is not None:
-        _check_exclusive(backend, interval, segment_stride, offload_attention)
-        config = CheckpointConfig(
-            gradient_checkpointing=False,
-            offload_pin_memory_max_buckets=offload_pin_memory_max_buckets,
-            offload_min_bytes=offload_min_bytes,
-        )
         _check_schedule(schedule, stacks)
-    else:
-        config = CheckpointConfig.for_attach(
-            backend, interval, segment_stride, offload_attention, offload_pin_memory_max_buckets, offload_min_bytes
-        )
-        schedule = schedule_for(stacks, config, type(root).__name__)
-        _warn_of_ignored(config, stacks, type(root).__name__)
+        return Handle(root, stacks, schedule, config)
+    schedule = schedule_for(stacks, config, type(root).__name__)
+    _warn_of_ignored(config, stacks, type(root).__name__)
     return Handle(root, stacks, schedule, config)
 
 
@@ -271,7 +215,7 @@ def _store(model: nn.Module, schedule: Schedule, config: CheckpointConfig) -> St
     )
 
 
-def _rows_for(model: nn.Module, family: str | None) -> tuple[nn.Module, tuple[Stack, ...] | None]:
+def rows_for(model: nn.Module, family: str | None) -> tuple[nn.Module, tuple[Stack, ...] | None]:
     """The module whose stacks are meant (wrappers peeled off by looking inside) and its rows, if a family knows it."""
     if family is not None:
         row = families.find(family)
@@ -288,7 +232,7 @@ def _inner(model: nn.Module, class_name: str) -> nn.Module | None:
     return next((m for m in model.modules() if class_name in {kind.__name__ for kind in type(m).__mro__}), None)
 
 
-def _check_own_switch(model: nn.Module) -> None:
+def check_own_switch(model: nn.Module) -> None:
     for name, module in model.named_modules():
         by_hand = module.__dict__.get("_gradient_checkpointing_func", module) is None
         if by_hand and module.__dict__.get("gradient_checkpointing") is True:
@@ -298,39 +242,12 @@ def _check_own_switch(model: nn.Module) -> None:
             )
 
 
-def _check_exclusive(
-    backend: str | None, interval: int | None, segment_stride: int | None, offload_attention: bool
-) -> None:
-    given = {
-        "backend": backend is not _TORCH and not is_unset(backend),
-        "interval": interval is not None,
-        "segment_stride": segment_stride is not None,
-        "offload_attention": offload_attention,
-    }
-    wrong = [name for name, is_given in given.items() if is_given]
-    if wrong:
-        raise ConfigError(f"`schedule` says by itself what is done with every block: leave {', '.join(wrong)} out.")
-
-
-def _refuse(unknown: Mapping[str, Any]) -> None:
-    """Raises the error for arguments that ``attach`` does not have: the nearest one, or its spelling here."""
-    if _PREFIX in unknown:
-        raise ConfigError(
-            f"attach() has no {_PREFIX!r}: attaching switches recomputation on, and backend=None is the spelling of "
-            f"{_PREFIX}=False here."
-        )
-    names = {key: key.removeprefix(f"{_PREFIX}_") for key in unknown}
-    CheckpointConfig(**{names[key]: value for key, value in unknown.items()})  # raises where no key has that name
-    given = ", ".join(f"{name!r}, not {key!r}" for key, name in names.items())
-    raise ConfigError(f"attach() takes {given}: the longer names are those of configuration files.")
-
-
 def _warn_of_ignored(config: CheckpointConfig, stacks: Sequence[ResolvedStack], model: str) -> None:
     depths = depths_of(stacks, config)
     if (config.interval or 1) > max(depths, default=0):
         return  # the controls have said that the interval is wider than every stack
     for note in ignored(config, depths):
-        warnings.warn(f"{note.subject} is ignored for {model}: {note.reason}.", stacklevel=3)
+        warnings.warn(f"{note.subject} is ignored for {model}: {note.reason}.", stacklevel=4)
 
 
 def _check_schedule(schedule: Schedule, stacks: list[ResolvedStack]) -> None:

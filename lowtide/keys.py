@@ -24,6 +24,8 @@ from lowtide.units import UNITS, parse_bytes
 _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0")
 _UNSET = ("none", "null", "")
+AUTO = "auto"
+_LEAST_BUDGET = 2**20
 _LONGEST_SHOWN = 80
 _MOST_LISTED = 16
 
@@ -113,6 +115,25 @@ class Size:
         if number is None or number < 0:
             near = _misspelt_unit(value) if isinstance(value, str) else ""
             raise ConfigError(f"{shown(value)} is not allowed; allowed: {self.allowed}.{near}")
+        return number
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Validator of an amount of device memory: a size, or ``auto``. Less than a MiB is a forgotten unit."""
+
+    allowed = "a size such as 16GiB, or auto"
+
+    def __call__(self, value: Any) -> int | str:
+        if isinstance(value, str) and _word(value) == AUTO:
+            return AUTO
+        try:
+            number = Size()(value)
+        except ConfigError:
+            raise ConfigError(f"{shown(value)} is not allowed; allowed: {self.allowed}.") from None
+        if number < _LEAST_BUDGET:
+            hint = f" Did you mean {number}GiB?" if number else ""
+            raise ConfigError(f"{shown(value)} is {number} bytes; allowed: {self.allowed}.{hint}")
         return number
 
 

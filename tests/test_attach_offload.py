@@ -10,7 +10,7 @@ from torch import nn
 from lowtide import families
 from lowtide.controls import CheckpointConfig
 from lowtide.errors import ConfigError, UnsupportedError
-from lowtide.handle import attach
+from lowtide.attaching import attach
 from lowtide.measure.build import build_model, open_target
 from lowtide.measure.parity import compare, run_step
 from lowtide.plan.schedule import MOVES, Schedule, mixed
@@ -59,13 +59,16 @@ def test_settings_are_those_of_the_controls(model: nn.Module, options: dict[str,
         ({"offload_pin_memory_max_buckets": -1}, "offload_pin_memory_max_buckets: -1 is not allowed"),
         ({"offload_min_bytes": -1}, "offload_min_bytes: -1 is not allowed"),
         ({"backend": "unsloth_ffn"}, "Did you mean 'unsloth-ffn'?"),
-        ({"backend": "auto"}, "allowed: torch, torch-ffn, unsloth"),
+        ({"backend": "automatic"}, "allowed: torch, torch-ffn, unsloth"),
+        ({"backend": "auto", "interval": 2}, "auto chooses for each block by itself: leave interval out"),
+        ({"vram_budget": "16GiB"}, "vram_budget bounds what backend = auto chooses"),
         ({"offload_atention": True}, "unknown key 'offload_atention'. Did you mean 'offload_attention'?"),
         ({"backend": None, "offload_attention": True, "interval": 2}, "interval = 2 needs a backend"),
         ({"schedule": Schedule({}), "offload_attention": True}, "leave offload_attention out"),
         ({"schedule": Schedule({}), "backend": "torch"}, "leave backend out"),
         ({"schedule": Schedule({}), "backend": "torch-ffn", "interval": 2}, "leave backend, interval out"),
         ({"schedule": Schedule({}), "segment_stride": 2}, "leave segment_stride out"),
+        ({"schedule": Schedule({}), "vram_budget": "16GiB"}, "leave vram_budget out"),
         ({"gradient_checkpointing": True}, "attach() has no 'gradient_checkpointing'"),
         ({"gradient_checkpointing": False}, "backend=None is the spelling"),
         ({"gradient_checkpointing_interval": 2}, "attach() takes 'interval', not 'gradient_checkpointing_interval'"),

@@ -30,13 +30,14 @@ from lowtide.plan.schedule import (
 FLAT = {
     "gradient_checkpointing": "gradient_checkpointing",
     "backend": "gradient_checkpointing_backend",
+    "vram_budget": "vram_budget",
     "interval": "gradient_checkpointing_interval",
     "segment_stride": "gradient_checkpointing_segment_stride",
     "offload_attention": "gradient_checkpointing_offload_attention",
     "offload_pin_memory_max_buckets": "gradient_checkpointing_offload_pin_memory_max_buckets",
     "offload_min_bytes": "gradient_checkpointing_offload_min_bytes",
 }
-ALLOWED_BACKENDS = "torch, torch-ffn, unsloth, unsloth-ffn, torch-selective, unsloth-selective"
+ALLOWED_BACKENDS = "torch, torch-ffn, unsloth, unsloth-ffn, torch-selective, unsloth-selective, auto"
 UNSET = [None, "none", "None", "null", " NULL ", ""]
 
 
@@ -108,6 +109,7 @@ def test_defaults() -> None:
     config = CheckpointConfig()
     assert config.attach_arguments() == {
         "backend": "torch",
+        "vram_budget": None,
         "interval": None,
         "segment_stride": None,
         "offload_attention": False,
@@ -134,6 +136,50 @@ def test_what_a_backend_treats_and_whether_it_needs_an_accelerator(backend: str,
     assert (config.scope, config.moves) == (scope, moves)
     assert CheckpointConfig(backend=backend, offload_attention=True).moves
     assert not CheckpointConfig(gradient_checkpointing=False, backend=backend).moves
+
+
+@pytest.mark.parametrize(
+    ("given", "means"),
+    [("16GiB", 16 * 2**30), ("12 GB", 12 * 10**9), (" Auto ", "auto"), (2**30, 2**30), (None, None), ("none", None)],
+)
+def test_budgets(given: Any, means: Any) -> None:
+    config = CheckpointConfig(backend="auto", vram_budget=given)
+    assert config.vram_budget == means
+    assert CheckpointConfig(**config.as_flat_dict()) == config
+    assert (config.is_auto, config.scope, config.moves, config.backend_moves) == (True, None, False, frozenset())
+    assert not CheckpointConfig(gradient_checkpointing=False, backend="auto").is_auto
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"vram_budget": 16},
+            "vram_budget: 16 is 16 bytes; allowed: a size such as 16GiB, or auto. Did you mean 16GiB?",
+        ),
+        ({"vram_budget": "lots"}, "vram_budget: 'lots' is not allowed; allowed: a size such as 16GiB, or auto."),
+        ({"vram_budget": -1}, "vram_budget: -1 is not allowed; allowed: a size such as 16GiB, or auto."),
+        (
+            {"vram_budget": "16GiB", "backend": "torch"},
+            "vram_budget bounds what backend = auto chooses, and nothing else",
+        ),
+        (
+            {"vram_budget": "16GiB", "gradient_checkpointing": False},
+            "vram_budget bounds what backend = auto chooses",
+        ),
+        ({"interval": 2}, "backend = auto chooses for each block by itself: leave interval out."),
+        ({"interval": 2, "segment_stride": 3}, "leave interval and segment_stride out."),
+        ({"offload_attention": True}, "leave offload_attention out."),
+    ],
+    ids=str,
+)
+def test_wrong_budgets(keys: dict[str, Any], message: str) -> None:
+    assert message in message_of(**{"backend": "auto", **keys})
+
+
+def test_auto_has_no_schedule_before_its_first_steps() -> None:
+    with pytest.raises(ConfigError, match="`lowtide plan` shows what it would choose"):
+        CheckpointConfig(backend="auto").schedule_for({"blocks": 4}, {"blocks": True}, {"blocks": True})
 
 
 def test_attention_offload_alone() -> None:
@@ -181,7 +227,7 @@ def test_wrong_strides(value: Any) -> None:
         ("False", "To recompute nothing, set gradient_checkpointing to false"),
         ("true", "set gradient_checkpointing to false"),
         (False, "set gradient_checkpointing to false"),
-        ("auto", ""),
+        ("fastest", ""),
         (3, ""),
         (["torch"], ""),
     ],
@@ -278,15 +324,15 @@ def test_an_unknown_key_names_the_nearest(key: str, meant: str) -> None:
     assert message.startswith(f"unknown key {key!r}. Did you mean {meant!r}? Known keys: gradient_checkpointing, ")
 
 
-@pytest.mark.parametrize("key", ["vram_budget", "on_out_of_memory", "gradient_checkpointing_budget"])
+@pytest.mark.parametrize("key", ["budget_of_vram", "on_out_of_memory", "gradient_checkpointing_budget"])
 def test_a_key_that_this_version_does_not_have_is_unknown(key: str) -> None:
     message = message_of(**{key: True})
     assert message.startswith(f"unknown key {key!r}. Known keys: ")
 
 
 def test_known_keys_are_listed_in_the_style_of_the_caller() -> None:
-    assert message_of(vram_budget=1).endswith(f"Known keys: {', '.join(FLAT)}.")
-    in_a_file = message_of(vram_budget=1, gradient_checkpointing_backend="torch")
+    assert message_of(resolution=1).endswith(f"Known keys: {', '.join(FLAT)}.")
+    in_a_file = message_of(resolution=1, gradient_checkpointing_backend="torch")
     assert in_a_file.endswith(f"Known keys: {', '.join(FLAT.values())}.")
 
 
@@ -314,7 +360,7 @@ def test_keys_that_contradict_each_other(flat: bool) -> None:
     assert message(gradient_checkpointing="no", segment_stride=2).startswith(f"{stride} = 2 needs a backend")
     alone = message(gradient_checkpointing=False, offload_attention=True, interval=2)
     assert alone.startswith(f"{interval} = 2 needs a backend")
-    assert ALLOWED_BACKENDS in alone
+    assert ALLOWED_BACKENDS.removesuffix(", auto") in alone
 
 
 def test_no_backend_for_attach_takes_no_interval() -> None:

@@ -88,7 +88,7 @@ def _measure(condition: Condition, effort: Effort, device: str) -> tuple[Figures
     begin = time.perf_counter()
     with entered(condition, device) as (task, handle):
         measured = _steps(task, effort, device, begin)
-        receipt = _receipt(task, handle) if handle is not None else None
+        receipt = receipt_of(task, handle) if handle is not None else None
     figures = Figures(
         step_s=statistics.median(measured.times_s),
         step_times_s=tuple(measured.times_s),
@@ -155,7 +155,7 @@ def host_peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _receipt(task: Task, handle: Handle) -> dict[str, Any]:
+def receipt_of(task: Task, handle: Handle) -> dict[str, Any]:
     """The receipt with its blocks counted by treatment; a stack that nothing treats is told as inert."""
     receipt = handle.receipt().as_dict()
     missing = [

@@ -1,6 +1,6 @@
 """Two sets of records against each other: what got slower or larger by more than noise, and what came out otherwise."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -38,10 +38,15 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """changes: in the order of ``KINDS``, then by work. unchanged: how many cells are the same within noise."""
+    """changes: in the order of ``KINDS``, then by work. unchanged: how many cells are the same within noise.
+
+    compared: cells that both A and B hold. apart: where there are none, in what all of A differs from all of B.
+    """
 
     changes: tuple[Change, ...]
     unchanged: int
+    compared: int
+    apart: tuple[str, ...] = ()
 
     @property
     def regressions(self) -> tuple[Change, ...]:
@@ -51,7 +56,7 @@ class Comparison:
         return tuple(change for change in self.changes if change.kind == kind)
 
     def as_dict(self) -> dict[str, Any]:
-        return {"changes": [asdict(change) for change in self.changes], "unchanged": self.unchanged}
+        return asdict(self)
 
 
 def compare(a: Iterable[Record], b: Iterable[Record]) -> Comparison:
@@ -65,11 +70,32 @@ def compare(a: Iterable[Record], b: Iterable[Record]) -> Comparison:
         unchanged += not changes
         found += changes
     order = list(KINDS)
-    return Comparison(tuple(sorted(found, key=lambda change: order.index(change.kind))), unchanged)
+    shared = len(before.keys() & after.keys())
+    apart = () if shared else tuple(_apart(before.values(), after.values()))
+    return Comparison(tuple(sorted(found, key=lambda change: order.index(change.kind))), unchanged, shared, apart)
 
 
 def _by_cell(records: Iterable[Record]) -> dict[tuple[str, str], Outcome]:
     return {(outcome.condition.key, outcome.card): outcome for outcome in outcomes(records)}
+
+
+def _apart(a: Iterable[Outcome], b: Iterable[Outcome]) -> Iterator[str]:
+    """Parts of the condition of which A and B have no value in common: ``"card: H200 in A, L40S in B"``."""
+    ours, theirs = ([_parts(outcome) for outcome in side] for side in (a, b))
+    for name in dict.fromkeys(name for part in (*ours, *theirs) for name in part):
+        values = [list(dict.fromkeys(part.get(name, "none") for part in side)) for side in (ours, theirs)]
+        if not set(values[0]) & set(values[1]):
+            yield f"{name}: {_listed(values[0])} in A, {_listed(values[1])} in B"
+
+
+def _parts(outcome: Outcome) -> dict[str, str]:
+    condition = outcome.condition
+    work = work_title(condition, outcome.on_cpu)
+    return {"work": work, "mode": condition.mode, **facets(condition, outcome.card)}
+
+
+def _listed(values: Sequence[str], most: int = 4) -> str:
+    return ", ".join(values[:most]) + (f" and {len(values) - most} more" if len(values) > most else "")
 
 
 def _changes(a: Outcome | None, b: Outcome | None) -> list[Change]:
@@ -105,12 +131,12 @@ def _peak_change(a: Outcome, b: Outcome) -> Change | None:
 def _change(kind: Kind, what: str, outcome: Outcome, before: str, after: str) -> Change:
     condition = outcome.condition
     where = ", ".join(facets(condition, outcome.card).values())
-    return Change(kind, what, work_title(condition), condition.mode, where, before, after)
+    return Change(kind, what, work_title(condition, outcome.on_cpu), condition.mode, where, before, after)
 
 
 def _time(outcome: Outcome) -> str:
     spread = "spread unknown" if outcome.spread_s is None else f"± {outcome.spread_s:.2g}"
-    return f"{seconds(outcome.step_s)} s {spread}"
+    return f"{seconds(outcome.step_s)} s {spread} in {outcome.steps_in_words}"
 
 
 def _percent(before: float, after: float) -> str:

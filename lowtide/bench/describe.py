@@ -1,7 +1,8 @@
 """Works, conditions and modes in words, and the order in which people see them."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, count
 from typing import Any
 
 from lowtide import families
@@ -15,6 +16,7 @@ MODES = (
     "activation-offload",
     "ffn",
     "unsloth-ffn",
+    "unsloth-ffn-offload",
     "layer",
     "layer-offload",
     "interval2",
@@ -23,30 +25,58 @@ MODES = (
     "unsloth",
     "selective",
     "selective-offload",
-    "auto",
 )
+"""Every mode of ``bench.modes``, in the order in which people see them."""
 _TRAINED = {"lora": "LoRA", "lokr": "LoKr", "full": "all weights trained", "frozen": "frozen"}
 _COMPILE = {"off": "no compile", "regional": "regional compile"}
 _TOLD_SIZES = ("B", "FR", "H", "W", "T", "SEC")
 _SYNTHETIC = re.compile(r"(\d+)x(\d+)")
 
 
-def ordered_modes(found: Iterable[str], kind: str) -> tuple[str, ...]:
-    """Every mode that a report has a row for: the known ones in their order, then what else was found, by name."""
-    known = [mode for mode in MODES if mode != "diffusers" or kind == "family"]
-    return (*known, *sorted(set(found) - set(known)))
+def ordered_modes(found: Iterable[str]) -> tuple[str, ...]:
+    """Each mode once: those of the bench in their order, then others, by name."""
+    distinct = set(found)
+    return (*(mode for mode in MODES if mode in distinct), *sorted(distinct - set(MODES)))
 
 
-def work_title(condition: Condition) -> str:
-    """``"16 blocks × 4096 tokens"``, ``"SD3 medium"``; a cut model says so: ``"LTX-2 (cut to 8 blocks)"``."""
+def offloads(mode: str) -> bool:
+    """Whether something waits in CPU memory in this mode."""
+    return mode.startswith("unsloth") or mode.endswith("offload")
+
+
+def distinct_names(texts: Iterable[str]) -> list[str]:
+    """Each text as a name for a file and an anchor, no two alike, also where upper and lower case count as one."""
+    taken: set[str] = set()
+    names = []
+    for text in texts:
+        plain = "".join(char if char.isascii() and (char.isalnum() or char in "_-") else "-" for char in text)
+        numbered = (f"{plain}-{number}" for number in count(2))
+        name = next(name for name in chain([plain], numbered) if name.lower() not in taken)
+        taken.add(name.lower())
+        names.append(name)
+    return names
+
+
+def told_apart(parts: Sequence[Mapping[str, str]]) -> tuple[list[str], str]:
+    """Of ``facets`` of several conditions: what tells each from the others, and what is the same in all."""
+    names = list(dict.fromkeys(name for part in parts for name in part))
+    varying = [name for name in names if len({part.get(name) for part in parts}) > 1]
+    common = ", ".join(parts[0][name] for name in names if name not in varying)
+    return [", ".join(part[name] for name in varying if name in part) for part in parts], common
+
+
+def work_title(condition: Condition, on_cpu: bool = False) -> str:
+    """``"16 blocks × 4096 tokens"``, ``"SD3 medium"``; what is no measure of the whole model on a card says so:
+    ``"LTX-2 (truncated to 8 blocks)"``, ``"SD3 medium (tiny, on a CPU)"``.
+    """
     title = condition.work
     if condition.kind == "synthetic" and (shape := synthetic_shape(condition.work)):
         title = f"{shape[0]} blocks × {shape[1]} tokens"
     elif condition.kind == "family" and families.known(condition.work):
         title = families.find(condition.work).title
     cut = ", ".join(f"{blocks} {stack}" for stack, blocks in condition.depth.items())
-    notes = [*(["tiny"] if condition.size == "tiny" else []), *([f"truncated to {cut}"] if cut else [])]
-    return f"{title} ({', '.join(notes)})" if notes else title
+    notes = ["tiny" * (condition.size == "tiny"), "on a CPU" * on_cpu, f"truncated to {cut}" if cut else ""]
+    return f"{title} ({', '.join(filter(None, notes))})" if any(notes) else title
 
 
 def work_order(condition: Condition) -> tuple[Any, ...]:
@@ -65,8 +95,12 @@ def synthetic_shape(work: str) -> tuple[int, int] | None:
 
 
 def facets(condition: Condition, card: str) -> dict[str, str]:
-    """What makes a condition, its work and mode left out, each part in words, by name and in order."""
-    told = {*_TOLD_SIZES, *condition.sizes}
+    """What makes a condition, its work and mode left out, each part in words, by name and in order.
+
+    Of the sizes, those that people set, and what is another one than the family's.
+    """
+    usual = _usual_sizes(condition)
+    told = {*_TOLD_SIZES, *(name for name, value in condition.sizes.items() if value != usual.get(name))}
     return {
         "card": card,
         "precision": condition.precision,
@@ -79,11 +113,14 @@ def facets(condition: Condition, card: str) -> dict[str, str]:
 
 def sizes_of(condition: Condition) -> dict[str, int]:
     """The sizes of the inputs, with those of the family's real configuration where the record names none."""
-    usual: Mapping[str, int] = {}
+    return {**_usual_sizes(condition), **condition.sizes}
+
+
+def _usual_sizes(condition: Condition) -> Mapping[str, int]:
     if condition.kind == "family" and families.known(condition.work):
         row = families.find(condition.work)
-        usual = (row.tiny if condition.size == "tiny" else row.real).vars
-    return {**usual, **condition.sizes}
+        return (row.tiny if condition.size == "tiny" else row.real).vars
+    return {}
 
 
 def trained_in_words(adapter: str, rank: int | None) -> str:

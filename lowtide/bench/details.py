@@ -36,13 +36,12 @@ def _detail(cell: Cell, outcome: Outcome, column: str) -> Detail:
     figures = outcome.figures if cell.result else ()
     last = outcome.records[-1].receipt or {}
     spread = outcome.spread_s if figures else None
-    counted = sum(len(run.step_times_s) for run in figures)
     notes = [*outcome.inert, *map(first_line, outcome.reasons), *cell.remarks, *_receipt_notes(last)]
     notes += [f"{outcome.superseded} earlier records of other commits left out"] if outcome.superseded else []
     return Detail(
         mode=cell.mode,
         column=column,
-        runs=f"{len(outcome.records)} × {counted // len(figures)} steps" if figures else str(len(outcome.records)),
+        runs=f"{len(outcome.records)} ({outcome.steps_in_words})" if figures else str(len(outcome.records)),
         spread=f"{spread:.4f}" if spread is not None else "",
         reserved=f"{max(run.peak_reserved_bytes for run in figures) / GIB:.2f}" if figures else "",
         host=f"{max(run.host_peak_bytes for run in figures) / GIB:.2f}" if figures else "",

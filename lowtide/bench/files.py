@@ -12,13 +12,12 @@ _IMAGES = "images"
 
 def write_report(report: Report, out: Path) -> list[Path]:
     """Write ``report.md``, ``report.html`` and ``images/*.svg`` into a folder: what was written, in that order."""
-    drawn = plots(report)
+    pictures = plots(report)
     (out / _IMAGES).mkdir(parents=True, exist_ok=True)
-    links = {plot.title: f"{_IMAGES}/{plot.name}.svg" for plot in drawn}
     texts = {
-        out / "report.md": markdown(report, links),
-        out / "report.html": html(report, {plot.title: plot.svg for plot in drawn}),
-        **{out / links[plot.title]: plot.svg for plot in drawn},
+        out / "report.md": markdown(report, pictures, _IMAGES),
+        out / "report.html": html(report, pictures),
+        **{out / _IMAGES / f"{picture.name}.svg": picture.svg for picture in pictures},
     }
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")

@@ -30,15 +30,23 @@ class Label:
     color: str
 
 
-def put_labels(figure: Figure, axes: Axes, labels: Sequence[Label], lines: Sequence[Line]) -> None:
+def put_labels(
+    figure: Figure,
+    axes: Axes,
+    labels: Sequence[Label],
+    lines: Sequence[Line],
+    points: Sequence[tuple[float, float]] = (),
+) -> None:
     """Write the names. The layout of the figure and the limits of the axes must be final.
 
-    lines: upright or level ones, in the units of the axes, that names should rather not cover.
+    lines: upright or level ones that names should rather not cover; points: other marks that they should not. Both in
+    the units of the axes.
     """
     page = _Page(figure, axes)
     anchors = [page.point(label.x, label.y) for label in labels]
     sizes = [page.size(label.text) for label in labels]
-    for label, anchor, (place, gap) in zip(labels, anchors, _places(anchors, sizes, page, lines), strict=True):
+    marks = [page.point(x, y) for x, y in dict.fromkeys([*((label.x, label.y) for label in labels), *points])]
+    for label, anchor, (place, gap) in zip(labels, anchors, _places(anchors, sizes, marks, page, lines), strict=True):
         left, bottom, right, top = place
         offset = ((left + right) / 2 - anchor[0], (bottom + top) / 2 - anchor[1])
         leader = {"arrowstyle": "-", "color": "#a0aec0", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3}
@@ -80,10 +88,14 @@ class _Page:
 
 
 def _places(
-    anchors: Sequence[tuple[float, float]], sizes: Sequence[tuple[float, float]], page: _Page, lines: Sequence[Line]
+    anchors: Sequence[tuple[float, float]],
+    sizes: Sequence[tuple[float, float]],
+    marks: Sequence[tuple[float, float]],
+    page: _Page,
+    lines: Sequence[Line],
 ) -> list[tuple[Box, float]]:
     """A box and its gap from the point for each anchor: the cheapest in turn, then again with all others in place."""
-    points = [(x - _POINT, y - _POINT, x + _POINT, y + _POINT) for x, y in anchors]
+    points = [(x - _POINT, y - _POINT, x + _POINT, y + _POINT) for x, y in marks]
     crossed = list(map(page.line, lines))
     chosen: list[tuple[Box, float] | None] = [None] * len(anchors)
 

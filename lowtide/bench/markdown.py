@@ -1,8 +1,10 @@
 """A report as Markdown, for a repository: the figures of ``plot`` lie beside it as files."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from lowtide.bench import index, scaling
 from lowtide.bench.details import details
+from lowtide.bench.picture import Picture
 from lowtide.bench.report import LEGEND, Cell, Matrix, Report
 
 _DETAIL_HEADS = (
@@ -18,15 +20,31 @@ _DETAIL_HEADS = (
 )
 
 
-def markdown(report: Report, images: Mapping[str, str] | None = None) -> str:
-    """images: title → path of a plot, as the page should name it."""
+def markdown(report: Report, pictures: Sequence[Picture] = (), folder: str = "images") -> str:
+    """folder: where the pictures lie, as the page should name it: ``FOLDER/NAME.svg``."""
     lines = ["# Benchmark report", "", LEGEND, "", *_machines(report)]
     lines += [f"Public figures: {source}." for source in report.sources]
-    for title, path in (images or {}).items():
-        lines += ["", f"![{_text(title)}]({path})"]
+    lines += ["", *_index(report), *_shown(pictures, None, folder)]
     for matrix in report.matrices:
-        lines += ["", *_matrix(matrix)]
+        lines += ["", *_matrix(matrix, list(_shown(pictures, matrix.name, folder)))]
     return "\n".join(lines) + "\n"
+
+
+def _index(report: Report) -> Iterator[str]:
+    found = index.index(report)
+    yield "## Index"
+    yield ""
+    yield index.EXPLAINED + (f" In all lines: {_text(found.common)}." if found.common else "")
+    yield ""
+    rows = ([f"[{_text(entry.title)}](#{entry.name})", *map(_text, entry.cells)] for entry in found.entries)
+    yield from _table(index.HEADS, rows)
+
+
+def _shown(pictures: Iterable[Picture], section: str | None, folder: str) -> Iterator[str]:
+    for picture in pictures:
+        if picture.section == section:
+            yield ""
+            yield f"![{_text(picture.title)}]({folder}/{picture.name}.svg)"
 
 
 def _machines(report: Report) -> Iterator[str]:
@@ -36,19 +54,31 @@ def _machines(report: Report) -> Iterator[str]:
     yield ""
 
 
-def _matrix(matrix: Matrix) -> Iterator[str]:
-    yield f"## {_text(matrix.title)}"
+def _matrix(matrix: Matrix, pictures: Iterable[str]) -> Iterator[str]:
+    yield f'<a id="{matrix.name}"></a>\n\n## {_text(matrix.title)}'
     yield ""
-    if matrix.truncated:
-        yield "**Truncated model:** its figures are not those of the whole one.\n"
+    yield from (f"**{warning}**\n" for warning in matrix.warnings)
     yield f"{_text(matrix.common)}." if matrix.common else ""
     for remark in matrix.published.remarks if matrix.published else ():
         yield f"Public figures: {remark}."
     yield ""
     heads = [_head(column.title, column.differs) for column in matrix.columns]
     yield from _table(["mode", *heads], ([mode, *map(_cell, cells)] for mode, cells in matrix.rows))
-    yield ""
-    yield "<details><summary>Behind the cells</summary>\n"
+    for found in scaling.scalings(matrix):
+        yield from _scaling(found)
+    yield from pictures
+    yield from _details(matrix)
+
+
+def _scaling(found: scaling.Scaling) -> Iterator[str]:
+    yield f"\n{scaling.EXPLAINED} {_text(found.title)}.\n"
+    heads = [f"batch {batch}" for batch in found.batches]
+    rows = ([row.mode, *(f"**{text}**" if best else text for text, best in row.texts)] for row in found.rows)
+    yield from _table(["mode", *heads], rows)
+
+
+def _details(matrix: Matrix) -> Iterator[str]:
+    yield "\n<details><summary>Behind the cells</summary>\n"
     yield from _table(
         _DETAIL_HEADS,
         (
@@ -67,7 +97,7 @@ def _head(title: str, differs: Sequence[str]) -> str:
 def _cell(cell: Cell) -> str:
     headline = f"**{_text(cell.headline)}**" if cell.result else _text(cell.headline)
     remarks = [f"⚠ {_text(remark)}" for remark in cell.remarks]
-    return "<br>".join(filter(None, (headline, cell.ratios, *remarks, f"*{cell.reference}*")))
+    return "<br>".join(filter(None, (headline, cell.steps, cell.ratios, *remarks, f"*{cell.reference}*")))
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:

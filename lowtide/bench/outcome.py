@@ -11,6 +11,10 @@ from lowtide.bench.record import Condition, Figures, Record
 Verdict = Literal["ok", "inert", "oom", "failed", "unsupported"]
 GIB = 2**30
 NOT_RUN = "not run"
+CPU = "CPU"
+"""Stands where a card's name does, for what was measured without one."""
+FEW_STEPS = 5
+"""A run with fewer counted steps says so: a median of so few is no firm figure, nor is their spread."""
 PEAK_TOLERANCE = 0.01
 """Peaks have no stated spread: two of them differ if they do by more than this share."""
 
@@ -52,14 +56,45 @@ class Outcome:
         return tuple(dict.fromkeys(record.reason for record in self.records if record.reason))
 
     @property
+    def on_cpu(self) -> bool:
+        """Offload is simulated there, and the peak is the process's memory: no measure of a card."""
+        return self.card == CPU
+
+    @property
     def step_s(self) -> float:
         return median(figures.step_s for figures in self.figures)
 
     @property
     def spread_s(self) -> float | None:
         """Between the fastest and the slowest step of all runs; None where there was but one step: nothing is known."""
+        fastest_s, slowest_s = self.range_s
+        return slowest_s - fastest_s if sum(self.steps) > 1 else None
+
+    @property
+    def range_s(self) -> tuple[float, float]:
+        """The fastest and the slowest step of all runs."""
         times_s = [time_s for figures in self.figures for time_s in figures.step_times_s]
-        return max(times_s) - min(times_s) if len(times_s) > 1 else None
+        return min(times_s), max(times_s)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """How many were counted, run by run."""
+        return tuple(len(figures.step_times_s) for figures in self.figures)
+
+    @property
+    def few_steps(self) -> bool:
+        return any(steps < FEW_STEPS for steps in self.steps)
+
+    @property
+    def steps_in_words(self) -> str:
+        """``"10 steps"``, ``"only 2 steps"``, of two runs ``"10 + 10 steps"``."""
+        return f"{'only ' * self.few_steps}{' + '.join(map(str, self.steps))} steps"
+
+    @property
+    def range_in_words(self) -> str:
+        """``"10 steps, 0.0940–0.0961 s"``: between the fastest and the slowest."""
+        fastest_s, slowest_s = self.range_s
+        return f"{self.steps_in_words}, {fastest_s:.4g}–{slowest_s:.4g} s"
 
     @property
     def peak_bytes(self) -> int:
@@ -105,11 +140,12 @@ def outcomes(records: Iterable[Record]) -> list[Outcome]:
 
 def card_of(record: Record) -> str:
     """The card's name as people say it: ``"H200"``; ``"CPU"`` where there was none."""
-    return (record.machine.get("card") or "CPU").removeprefix("NVIDIA ")
+    return (record.machine.get("card") or CPU).removeprefix("NVIDIA ")
 
 
-def peaks_differ(a_bytes: int, b_bytes: int) -> bool:
-    return abs(a_bytes - b_bytes) > PEAK_TOLERANCE * min(a_bytes, b_bytes)
+def peaks_differ(a: float, b: float) -> bool:
+    """In any unit."""
+    return abs(a - b) > PEAK_TOLERANCE * min(a, b)
 
 
 def seconds(step_s: float) -> str:

@@ -1,52 +1,29 @@
 """The frontier: time over memory, one point a mode, so that one sees what a byte of memory costs in time."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from io import BytesIO
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
 from textwrap import wrap
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
-from lowtide.bench.describe import facets
+from lowtide.bench.batch_plot import batch_drawings
+from lowtide.bench.describe import BASELINES, distinct_names, facets
 from lowtide.bench.labels import Label, Line, put_labels
-from lowtide.bench.outcome import GIB, Outcome
+from lowtide.bench.marks import DARK, FRONTIER, GREY, legend, style
+from lowtide.bench.outcome import GIB, peaks_differ
+from lowtide.bench.picture import Picture, svg_of
 from lowtide.bench.report import Cell, Column, Matrix, Report
 
 _PANEL_INCHES = (6.0, 4.3)
-_TITLE_CHARACTERS = 70  # that fit above one panel
+_BRIEF_INCHES = (4.7, 3.6)  # so that a page 900 pixels wide shows two beside each other with names that can be read
+_CHARACTERS_AN_INCH = 12  # of a title
+_LEGEND_ENTRY_INCHES = 2.4
 _MILLISECONDS_BELOW_S = 2.0
-_DARK, _GREY = "#1a202c", "#718096"
-
-
-@dataclass(frozen=True)
-class _Style:
-    label: str
-    marker: str
-    color: str
-    size: float
-
-
-_OURS = _Style("lowtide", "o", "#2b6cb0", 6.5)
-_THEIRS = {
-    "none": _Style("nothing recomputed", "*", "#1a202c", 12),
-    "torch-checkpoint": _Style("torch's own checkpoint", "s", "#ed8936", 10.5),
-    "diffusers": _Style("diffusers' own checkpointing", "D", "#48bb78", 9.5),
-}
-
-
-@dataclass(frozen=True)
-class Plot:
-    """name: for a file. svg: the whole drawing; its text is drawn, so that it needs no font."""
-
-    name: str
-    title: str
-    svg: str
+_SUMMARY = "frontier-synthetic"
 
 
 @dataclass(frozen=True)
@@ -57,24 +34,37 @@ class Panel:
 
 @dataclass(frozen=True)
 class Sheet:
-    """What stands in one drawing."""
+    """What stands in one drawing.
+
+    section: see ``Picture``. brief: names stand at the frontier and at what it is held to, and nowhere else.
+    """
 
     name: str
     title: str
     panels: tuple[Panel, ...]
+    section: str | None = None
+    brief: bool = False
 
 
-def plots(report: Report) -> list[Plot]:
-    """Every plot of a report."""
-    return [Plot(sheet.name, sheet.title, _svg(draw(sheet))) for sheet in sheets(report)]
+def plots(report: Report) -> list[Picture]:
+    """Every plot of a report, each with a name of its own."""
+    found = [Picture(sheet.name, sheet.title, sheet.section, svg_of(draw(sheet))) for sheet in sheets(report)]
+    for matrix, scaling, drawing in batch_drawings(report):
+        title = f"Batch scaling, {matrix.title}: {scaling.title}"
+        found.append(Picture(f"batch-{matrix.name}", title, matrix.name, svg_of(drawing)))
+    names = distinct_names(picture.name for picture in found)
+    return [replace(picture, name=name) for picture, name in zip(found, names, strict=True)]
 
 
 def sheets(report: Report) -> Iterator[Sheet]:
-    """Synthetic works: one sheet a condition, with a panel a shape. Families: one sheet each, a panel a condition.
+    """Synthetic works: a summary, then one sheet a condition, with a panel a shape. Families: one sheet each, a panel
+    a condition.
 
-    Cells without figures, and inert ones, are not in them; what has none at all is left out.
+    Cells without figures, and inert ones, are not in them, nor is what was measured on a CPU; what has none at all is
+    left out.
     """
-    for sheet in (*_synthetic(report.matrices), *_families(report.matrices)):
+    on_cards = [matrix for matrix in report.matrices if not matrix.on_cpu]
+    for sheet in (*_summary(on_cards), *_synthetic(on_cards), *_families(on_cards)):
         if sheet.panels:
             yield sheet
 
@@ -90,34 +80,53 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def draw(sheet: Sheet) -> Figure:
     """The drawing of a sheet, complete with its one legend."""
-    panels = sheet.panels
-    columns = min(len(panels), 2)
-    rows = ceil(len(panels) / columns)
-    width, height = _PANEL_INCHES
-    drawing = Figure(figsize=(width * columns, height * rows + 0.7), layout="constrained")
+    columns = min(len(sheet.panels), 2)
+    rows = ceil(len(sheet.panels) / columns)
+    width, height = _BRIEF_INCHES if sheet.brief else _PANEL_INCHES
+    drawing = Figure(figsize=(width * columns, height * rows + 0.7), layout="constrained", facecolor="white")
     FigureCanvasAgg(drawing)
     grid = drawing.subplots(rows, columns, squeeze=False).flatten()
-    used = list(zip(grid, panels, strict=False))
-    for axes in grid[len(panels) :]:
+    for axes in grid[len(sheet.panels) :]:
         axes.remove()
-    drawn = [(axes, *_fill(axes, panel)) for axes, panel in used]
-    drawing.suptitle("\n".join(wrap(sheet.title, _TITLE_CHARACTERS * columns)), fontsize=11)
-    drawing.legend(handles=_legend(panels), loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    drawn = [_fill(axes, panel, sheet.brief) for axes, panel in zip(grid, sheet.panels, strict=False)]
+    drawing.suptitle("\n".join(wrap(sheet.title, round(_CHARACTERS_AN_INCH * width * columns))), fontsize=11)
+    entries = legend(cell.mode for panel in sheet.panels for cell in panel.cells)
+    across = max(1, int(width * columns / _LEGEND_ENTRY_INCHES))
+    drawing.legend(handles=entries, loc="outside lower center", ncols=across, frameon=False, fontsize=9)
     drawing.draw_without_rendering()
-    for axes, labels, lines in drawn:
-        put_labels(drawing, axes, labels, lines)
+    drawing.set_layout_engine("none")  # names stand where the layout is now
+    for filled in drawn:
+        put_labels(drawing, filled.axes, filled.labels, filled.lines, filled.points)
     return drawing
+
+
+@dataclass(frozen=True)
+class _Filled:
+    """Axes with points in them. labels: the names to write; lines, points: what these should not cover."""
+
+    axes: Axes
+    labels: list[Label]
+    lines: list[Line]
+    points: list[tuple[float, float]]
+
+
+def _summary(matrices: Sequence[Matrix]) -> Iterator[Sheet]:
+    """Of the condition that has the most results with synthetic blocks of real size; of several, the first."""
+    found = list(_synthetic([matrix for matrix in matrices if matrix.condition.size == "real"]))
+    if found:
+        most = max(found, key=lambda sheet: sum(len(panel.cells) for panel in sheet.panels))
+        yield replace(most, name=_SUMMARY, title=f"Time over memory. {most.title}", brief=True)
 
 
 def _synthetic(matrices: Sequence[Matrix]) -> Iterator[Sheet]:
     by_setting: dict[str, list[Panel]] = {}
     for matrix in matrices:
         for column in matrix.columns if matrix.condition.kind == "synthetic" else ():
-            setting = ", ".join(facets(column.condition, column.card).values())
+            tiny = ["tiny"] * (column.condition.size == "tiny")
+            setting = ", ".join([*facets(column.condition, column.card).values(), *tiny])
             by_setting.setdefault(setting, []).extend(_panels(column, matrix.title))
     for setting, panels in by_setting.items():
-        name = "".join(char if char.isalnum() else "-" for char in setting.replace(", ", " "))
-        yield Sheet(f"frontier-synthetic-{name}", f"Synthetic blocks: {setting}", tuple(panels))
+        yield Sheet(f"{_SUMMARY}-{setting.replace(', ', '-')}", f"Synthetic blocks: {setting}", tuple(panels))
 
 
 def _families(matrices: Sequence[Matrix]) -> Iterator[Sheet]:
@@ -125,7 +134,8 @@ def _families(matrices: Sequence[Matrix]) -> Iterator[Sheet]:
         if matrix.condition.kind == "family":
             alone = len(matrix.columns) == 1
             panels = (panel for column in matrix.columns for panel in _panels(column, "" if alone else column.title))
-            yield Sheet(f"frontier-{matrix.name}", f"{matrix.title}: {matrix.common}", tuple(panels))
+            title = f"{matrix.title}: {matrix.common}"
+            yield Sheet(f"frontier-{matrix.name}", title, tuple(panels), section=matrix.name)
 
 
 def _panels(column: Column, title: str) -> Iterator[Panel]:
@@ -134,36 +144,40 @@ def _panels(column: Column, title: str) -> Iterator[Panel]:
         yield Panel(title, cells)
 
 
-def _fill(axes: Axes, panel: Panel) -> tuple[list[Label], list[Line]]:
-    """The points and the frontier; the names that belong to them, and the lines that names should not cover."""
+def _fill(axes: Axes, panel: Panel, brief: bool) -> _Filled:
+    """The points, how far their steps reach, and the frontier."""
     results = [(cell, cell.result) for cell in panel.cells if cell.result]
     slowest_s = max(outcome.step_s for _, outcome in results)
     unit, factor = ("ms", 1000) if slowest_s < _MILLISECONDS_BELOW_S else ("s", 1)
     points = [(outcome.peak_bytes / GIB, outcome.step_s * factor) for _, outcome in results]
     best = pareto(points)
     corners = _steps(best)
-    axes.plot(*zip(*corners, strict=True), color="#90cdf4", linewidth=1.6, zorder=1)
+    axes.plot(*zip(*corners, strict=True), color=FRONTIER, linewidth=1.6, zorder=1)
     lines: list[Line] = [*pairwise(corners)]
     for (cell, outcome), (x, y) in zip(results, points, strict=True):
-        style = _THEIRS.get(cell.mode, _OURS)
-        fastest, slowest = (time_s * factor for time_s in _range_s(outcome))
-        axes.vlines(x, fastest, slowest, color=style.color, linewidth=0.9, alpha=0.7, zorder=2)
-        axes.plot(
-            x,
-            y,
-            style.marker,
-            color=style.color,
-            markersize=style.size,
-            markeredgecolor="white",
-            zorder=4 if style is _OURS else 3,
-        )
+        fastest, slowest = (time_s * factor for time_s in outcome.range_s)
         lines.append(((x, fastest), (x, slowest)))
+        _mark(axes, cell.mode, (x, y), (fastest, slowest))
     _dress(axes, panel.title, f"{unit} per step")
-    names = [
-        (_name(cell), place, _DARK if place in best else _GREY)
+    labels = [
+        Label(_name(cell), *place, DARK if place in best else GREY)
         for (cell, _), place in zip(results, points, strict=True)
+        if not brief or _firm(place, points) or cell.mode in ("none", *BASELINES)
     ]
-    return [Label(name, *place, color) for name, place, color in names], lines
+    return _Filled(axes, labels, lines, points)
+
+
+def _firm(place: tuple[float, float], points: Sequence[tuple[float, float]]) -> bool:
+    """Whether no other point is faster with a peak that is lower, or the same within noise."""
+    x, y = place
+    return not any(other_y < y and (other_x <= x or not peaks_differ(other_x, x)) for other_x, other_y in points)
+
+
+def _mark(axes: Axes, mode: str, place: tuple[float, float], reach: tuple[float, float]) -> None:
+    look = style(mode)
+    axes.vlines(place[0], *reach, color=look.color, linewidth=0.9, alpha=0.7, zorder=2)
+    marker = {"marker": look.marker, "markersize": look.size, "markeredgecolor": "white"}
+    axes.plot(*place, linestyle="", color=look.color, zorder=4 if look.ours else 3, **marker)
 
 
 def _dress(axes: Axes, title: str, times: str) -> None:
@@ -171,7 +185,8 @@ def _dress(axes: Axes, title: str, times: str) -> None:
     axes.set_title(title, fontsize=10)
     axes.set_xlabel("peak of allocated memory, GiB")
     axes.set_ylabel(times)
-    axes.grid(color="#edf2f7", zorder=0)
+    axes.grid(color="#edf2f7")
+    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -183,30 +198,7 @@ def _steps(best: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return corners
 
 
-def _range_s(outcome: Outcome) -> tuple[float, float]:
-    times_s = [time_s for run in outcome.figures for time_s in run.step_times_s]
-    return min(times_s), max(times_s)
-
-
 def _name(cell: Cell) -> str:
     """The mode; a question mark where its runs do not agree."""
     disagree = cell.outcome is not None and cell.outcome.disagreements()
     return f"{cell.mode} (?)" if disagree else cell.mode
-
-
-def _legend(panels: Sequence[Panel]) -> list[Line2D]:
-    modes = {cell.mode for panel in panels for cell in panel.cells}
-    styles = [style for mode, style in _THEIRS.items() if mode in modes]
-    styles += [_OURS] if modes - set(_THEIRS) else []
-    marks = [
-        Line2D([], [], linestyle="", marker=s.marker, color=s.color, markersize=s.size, label=s.label) for s in styles
-    ]
-    return [*marks, Line2D([], [], color="#90cdf4", linewidth=1.6, label="Pareto frontier")]
-
-
-def _svg(drawing: Figure) -> str:
-    """The same text for the same report: no date, and names of parts that do not change."""
-    buffer = BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": "lowtide"}):
-        drawing.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    return buffer.getvalue().decode()

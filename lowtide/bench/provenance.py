@@ -2,7 +2,6 @@
 
 import os
 import platform
-import statistics
 import subprocess
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -12,10 +11,10 @@ from typing import Any
 import torch
 
 import lowtide
+from lowtide.measure.link import link_rates
 
 COMMIT = "LOWTIDE_COMMIT"
 """Environment variable that names the commit where git is not there to say it."""
-LINK_BYTES = 256 * 2**20
 
 
 def provenance(device: str = "cuda", commit: str | None = None) -> dict[str, Any]:
@@ -34,26 +33,17 @@ def provenance(device: str = "cuda", commit: str | None = None) -> dict[str, Any
 
 
 def machine(device: str) -> dict[str, Any]:
-    """``provenance``, and on a CUDA card ``link_rates``."""
-    return {**provenance(device), **(link_rates() if device == "cuda" else {})}
+    """``provenance``, and on a CUDA card ``link_gb_per_s``."""
+    return {**provenance(device), **(link_gb_per_s() if device == "cuda" else {})}
 
 
-def link_rates() -> dict[str, float]:
+def link_gb_per_s() -> dict[str, float]:
     """GB/s of pinned copies to CPU memory, and back, one alone at a time."""
-    here, there = torch.empty(LINK_BYTES, dtype=torch.uint8, device="cuda"), torch.empty(LINK_BYTES, dtype=torch.uint8)
-    there = there.pin_memory()
-    rates = {}
-    for direction, (to, source) in {"d2h": (there, here), "h2d": (here, there)}.items():
-        times_ms = []
-        for _ in range(6):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            to.copy_(source, non_blocking=True)
-            end.record()
-            end.synchronize()
-            times_ms.append(start.elapsed_time(end))
-        rates[f"{direction}_gb_per_s"] = LINK_BYTES / 1e6 / statistics.median(times_ms[1:])
-    return rates
+    rates = link_rates()
+    return {
+        "d2h_gb_per_s": rates.out_gib_per_s * 2**30 / 1e9,
+        "h2d_gb_per_s": rates.back_gib_per_s * 2**30 / 1e9,
+    }
 
 
 def _versions(*packages: str) -> dict[str, str]:

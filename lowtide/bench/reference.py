@@ -35,6 +35,16 @@ class Reference:
     x_none: float | None = None
     same_peak_as: str | None = None
 
+    @property
+    def in_words(self) -> str:
+        """``"H100 0.721 / 7.67 (1.36 × none)"``, ``"L40S OOM"``."""
+        if self.step_s is None or self.peak_gib is None:
+            return f"{self.card} {self.state}"
+        more = [f"{self.x_none:.2f} × none"] if self.x_none else []
+        more += [f"same peak as {self.same_peak_as}"] if self.same_peak_as else []
+        figures = f"{self.card} {self.step_s:g} / {self.peak_gib:.2f}"
+        return f"{figures} ({', '.join(more)})" if more else figures
+
 
 @dataclass(frozen=True)
 class Published:
@@ -56,8 +66,15 @@ def source(kind: str) -> str:
     return f"{data['source']}: {data['cell']}"
 
 
+def incomparable(condition: Condition) -> str:
+    """Why no public figure is one of this condition's model: it is tiny, or truncated. Empty: it is the real one."""
+    return "tiny model" if condition.size == "tiny" else "truncated" if condition.depth else ""
+
+
 def published(condition: Condition) -> Published | None:
-    """What is published about a condition's work, whatever its mode, or None."""
+    """What is published about a condition's work, whatever its mode, or None: of the whole, real model alone."""
+    if incomparable(condition):
+        return None
     entry = _data(condition.kind)["works"].get(_key(condition))
     return Published(**{**entry, "remarks": tuple(entry["remarks"])}) if entry else None
 
@@ -119,8 +136,6 @@ def _figures(modes: Mapping[str, Mapping[str, Any]], mode: str, card: str) -> tu
 
 def _differences(there: Mapping[str, Any], here: Condition) -> Iterator[str]:
     sizes = sizes_of(here)
-    if here.depth:
-        yield "whole model there"
     if "batch" in there and sizes.get("B", 1) != there["batch"]:
         yield f"batch {there['batch']} there"
     if "pixels" in there and "H" in sizes:

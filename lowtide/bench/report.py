@@ -1,17 +1,34 @@
 """What a report contains: a matrix of modes and conditions for each work, with the public figures beside our own.
 
-``markdown`` and ``html`` lay it out, ``plot`` draws it; what a cell says is decided and worded here.
+``index`` and ``scaling`` put its figures together otherwise, ``markdown`` and ``html`` lay it out, ``plot`` draws it;
+what a cell says is decided and worded here.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from lowtide.bench.describe import facets, ordered_modes, work_order, work_title
+from lowtide.bench.describe import (
+    MODES,
+    distinct_names,
+    facets,
+    ordered_modes,
+    told_apart,
+    work_order,
+    work_title,
+)
 from lowtide.bench.machines import Machine, machines
-from lowtide.bench.outcome import NOT_RUN, Outcome, Verdict, outcomes, peaks_differ
+from lowtide.bench.outcome import FEW_STEPS, NOT_RUN, Outcome, Verdict, outcomes, peaks_differ
 from lowtide.bench.record import Condition, Record
-from lowtide.bench.reference import Published, Reference, differences, published, references, source
+from lowtide.bench.reference import (
+    Published,
+    Reference,
+    differences,
+    incomparable,
+    published,
+    references,
+    source,
+)
 
 NO_REFERENCE = "no reference"
 TORCH = "torch-checkpoint"
@@ -19,19 +36,28 @@ _ADAPTERS = ("frozen", "lora", "full")
 _WITHOUT_OFFLOAD = {
     "activation-offload": "none",
     "unsloth-ffn": "ffn",
+    "unsloth-ffn-offload": "ffn",
     "layer-offload": "layer",
     "unsloth": "layer",
     "seg2-stride4-offload": "seg2-stride4",
     "selective-offload": "selective",
 }
 LEGEND = (
-    "A cell: seconds per step / peak GiB of allocated memory, both over the steps after warm-up; then its time as a "
-    "multiple of mode none's and of torch's own checkpoint's (× torch) under the same condition; then, in italics, the "
-    "public figures for the same work, mode and precision, each with its card, or 'no reference'. OOM: the device's "
-    "memory ran out. failed: no countable step was reached. unsupported: this model cannot run the mode. not run: not "
-    "asked for. inert: an option changed nothing in the measured steps, so the cell is no result of its mode; its "
-    "figures are left out. Weights are random: time and memory do not depend on their values, and nothing here speaks "
-    "of what a model learns."
+    "A cell: median seconds per step / peak GiB of allocated memory, both over the steps after warm-up; how many steps "
+    f"were counted, from the fastest to the slowest ('only' where they are fewer than {FEW_STEPS}: no firm figure); "
+    "then its time as a multiple of mode none's and of torch's own checkpoint's (× torch) under the same condition; "
+    "then, in italics, the public figures for the same work, mode and precision, each with its card, or 'no "
+    "reference'. OOM: the device's memory ran out. failed: no countable step was reached. unsupported: this model "
+    "cannot run the mode. not run: not asked for. inert: an option changed nothing in the measured steps, so the cell "
+    "is no result of its mode; its figures are left out. Weights are random: time and memory do not depend on their "
+    "values, and nothing here speaks of what a model learns."
+)
+ON_CPU = (
+    "Measured on a CPU: offload is simulated by copies within CPU memory, and the peak is that of the process. Such "
+    "figures are for trying a benchmark out; they say nothing of a card, and stand in no plot."
+)
+TRUNCATED = (
+    "Truncated model: its figures are not those of the whole one. Hold them to each other, and to no public figure."
 )
 
 
@@ -39,12 +65,14 @@ LEGEND = (
 class Cell:
     """One mode under one condition. outcome: None where it was not run. remarks: what a reader must know of it.
 
-    x_none, x_torch: its time as a multiple of theirs, where both are results.
+    why_no_reference: where public figures could not stand beside it at all. x_none, x_torch: its time as a multiple of
+    theirs, where both are results.
     """
 
     mode: str
     outcome: Outcome | None
     references: tuple[Reference, ...]
+    why_no_reference: str = ""
     x_none: float | None = None
     x_torch: float | None = None
     remarks: tuple[str, ...] = ()
@@ -64,6 +92,16 @@ class Cell:
         return self.outcome.in_words if self.outcome else NOT_RUN
 
     @property
+    def in_short(self) -> str:
+        """``"0.0948 / 7.43"``, or the state alone."""
+        return self.headline if self.result else "OOM" if self.state == "oom" else self.state
+
+    @property
+    def steps(self) -> str:
+        """``"10 steps, 0.0940–0.0961 s"``; empty for what is no result."""
+        return self.result.range_in_words if self.result else ""
+
+    @property
     def ratios(self) -> str:
         """``"1.30 × none · 0.99 × torch"``; empty where there is nothing to compare with."""
         both = ((self.x_none, "none"), (self.x_torch, "torch"))
@@ -71,8 +109,9 @@ class Cell:
 
     @property
     def reference(self) -> str:
-        """``"H100 0.721 / 7.67 (1.36 × none); L40S OOM"``, or ``"no reference"``."""
-        return "; ".join(map(_reference_in_words, self.references)) or NO_REFERENCE
+        """``"H100 0.721 / 7.67 (1.36 × none); L40S OOM"``, ``"no reference"``, or ``"no reference (truncated)"``."""
+        none = f"{NO_REFERENCE} ({self.why_no_reference})" if self.why_no_reference else NO_REFERENCE
+        return "; ".join(reference.in_words for reference in self.references) or none
 
 
 @dataclass(frozen=True)
@@ -92,11 +131,17 @@ class Column:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Everything about one work. common: what holds for all columns. truncated: the model was cut to some blocks."""
+    """Everything about one work, whole or truncated, real or tiny, on cards or on a CPU.
+
+    name: for files and anchors, no other matrix's. common: what holds for all columns. warnings: what these figures
+    are no measure of.
+    """
 
     condition: Condition
+    name: str
     title: str
     common: str
+    on_cpu: bool
     modes: tuple[str, ...]
     columns: tuple[Column, ...]
     published: Published | None
@@ -107,15 +152,8 @@ class Matrix:
         return list(zip(self.modes, zip(*(column.cells for column in self.columns), strict=True), strict=True))
 
     @property
-    def truncated(self) -> bool:
-        return bool(self.condition.depth)
-
-    @property
-    def name(self) -> str:
-        """For files and anchors."""
-        cut = [f"{stack}-{blocks}" for stack, blocks in self.condition.depth.items()]
-        text = "-".join([self.condition.work, *cut])
-        return "".join(char if char.isalnum() or char in "_-" else "-" for char in text)
+    def warnings(self) -> tuple[str, ...]:
+        return (*([ON_CPU] if self.on_cpu else []), *([TRUNCATED] if self.condition.depth else []))
 
 
 @dataclass(frozen=True)
@@ -137,63 +175,72 @@ def build_report(records: Iterable[Record]) -> Report:
     by_work: dict[tuple[Any, ...], list[Outcome]] = {}
     for outcome in outcomes(records):
         condition = outcome.condition
-        key = (condition.kind, condition.work, tuple(sorted(condition.depth.items())))
+        key = (condition.kind, condition.work, condition.size, outcome.on_cpu, tuple(sorted(condition.depth.items())))
         by_work.setdefault(key, []).append(outcome)
-    matrices = sorted(map(_matrix, by_work.values()), key=lambda matrix: (work_order(matrix.condition), matrix.name))
+    works = sorted(by_work.values(), key=lambda found: (found[0].on_cpu, work_order(found[0].condition), _name(found)))
+    matrices = tuple(map(_matrix, works, distinct_names(map(_name, works))))
     kinds = dict.fromkeys(matrix.condition.kind for matrix in matrices if matrix.published)
-    return Report(tuple(matrices), machines(records), tuple(map(source, kinds)))
+    return Report(matrices, machines(records), tuple(map(source, kinds)))
 
 
-def _matrix(found: Sequence[Outcome]) -> Matrix:
+def _name(found: Sequence[Outcome]) -> str:
+    condition = found[0].condition
+    cut = [f"{stack}-{blocks}" for stack, blocks in condition.depth.items()]
+    size = ["tiny"] * (condition.size == "tiny")
+    return "-".join([condition.work, *size, *["cpu"] * found[0].on_cpu, *cut])
+
+
+def _matrix(found: Sequence[Outcome], name: str) -> Matrix:
     by_column: dict[tuple[str, str], dict[str, Outcome]] = {}
     for outcome in found:
         key = (replace(outcome.condition, mode="").key, outcome.card)
         by_column.setdefault(key, {})[outcome.condition.mode] = outcome
-    condition = replace(found[0].condition, mode="")
-    modes = ordered_modes((outcome.condition.mode for outcome in found), condition.kind)
+    condition, on_cpu = replace(found[0].condition, mode=""), found[0].on_cpu
     groups = sorted(by_column.values(), key=_column_order)
-    titles, common = _titles(groups)
-    columns = tuple(_column(group, title, modes) for group, title in zip(groups, titles, strict=True))
-    return Matrix(condition, work_title(condition), common, modes, columns, published(condition))
+    modes = ordered_modes(mode for group in groups for mode in (*group, *_published_modes(group)))
+    titles, common = told_apart([facets(first.condition, first.card) for first in map(_first, groups)])
+    columns = tuple(_column(group, title or "s/step / GiB", modes) for group, title in zip(groups, titles, strict=True))
+    title = work_title(condition, on_cpu)
+    return Matrix(condition, name, title, common, on_cpu, modes, columns, None if on_cpu else published(condition))
+
+
+def _first(group: Mapping[str, Outcome]) -> Outcome:
+    return next(iter(group.values()))
+
+
+def _published_modes(group: Mapping[str, Outcome]) -> Iterator[str]:
+    """The modes of the bench that have a public figure under a column's condition, whether they were run or not."""
+    first = _first(group)
+    yield from (mode for mode in MODES if not first.on_cpu and references(replace(first.condition, mode=mode)))
 
 
 def _column_order(group: Mapping[str, Outcome]) -> tuple[Any, ...]:
-    outcome = next(iter(group.values()))
+    outcome = _first(group)
     condition = outcome.condition
     place = _ADAPTERS.index(condition.adapter) if condition.adapter in _ADAPTERS else len(_ADAPTERS)
     what = (condition.precision, place, condition.rank or 0, condition.compile, condition.attention)
     return (outcome.card, *what, sorted(condition.sizes.items()))
 
 
-def _titles(groups: Sequence[Mapping[str, Outcome]]) -> tuple[list[str], str]:
-    """What tells columns apart, and what is the same in all of them."""
-    firsts = [next(iter(group.values())) for group in groups]
-    parts = [facets(outcome.condition, outcome.card) for outcome in firsts]
-    names = list(dict.fromkeys(name for part in parts for name in part))
-    varying = [name for name in names if len({part.get(name) for part in parts}) > 1]
-    common = ", ".join(parts[0][name] for name in names if name not in varying)
-    titles = [", ".join(part[name] for name in varying if name in part) for part in parts]
-    return [title or "s/step / GiB" for title in titles], common
-
-
 def _column(group: Mapping[str, Outcome], title: str, modes: Sequence[str]) -> Column:
-    first = next(iter(group.values()))
+    first = _first(group)
     condition = replace(first.condition, mode="")
-    cells = tuple(_cell(mode, group, condition) for mode in modes)
+    cells = tuple(_cell(mode, group) for mode in modes)
     differs = differences(condition) if any(cell.references for cell in cells) else ()
     return Column(condition, first.card, title, tuple(differs), cells)
 
 
-def _cell(mode: str, group: Mapping[str, Outcome], condition: Condition) -> Cell:
-    outcome = group.get(mode)
-    cell = Cell(mode, outcome, references(replace(condition, mode=mode)))
+def _cell(mode: str, group: Mapping[str, Outcome]) -> Cell:
+    first, outcome = _first(group), group.get(mode)
+    why = incomparable(first.condition) or "CPU" * first.on_cpu
+    cell = Cell(mode, outcome, () if why else references(replace(first.condition, mode=mode)), why)
     if outcome is None:
         return cell
     remarks = [f"runs disagree in {what}" for what in outcome.disagreements()]
     if cell.result is None:
         return replace(cell, remarks=tuple(remarks))
     none, torch = (_ratio(outcome, group.get(other)) for other in ("none", TORCH))
-    remarks += _no_gain(mode, group, condition)
+    remarks += () if outcome.on_cpu else _no_gain(mode, group)
     return replace(cell, x_none=none, x_torch=torch, remarks=tuple(remarks))
 
 
@@ -203,22 +250,12 @@ def _ratio(outcome: Outcome, other: Outcome | None) -> float | None:
     return outcome.step_s / other.step_s
 
 
-def _no_gain(mode: str, group: Mapping[str, Outcome], condition: Condition) -> Iterator[str]:
+def _no_gain(mode: str, group: Mapping[str, Outcome]) -> Iterator[str]:
     """Where a mode's peak is not below that of the mode it should improve on, something else makes the peak."""
     other = _WITHOUT_OFFLOAD.get(mode, "none")
     ours, theirs = group[mode], group.get(other)
     if mode == "none" or theirs is None or theirs.state != "ok":
         return
     if ours.peak_bytes >= theirs.peak_bytes or not peaks_differ(ours.peak_bytes, theirs.peak_bytes):
-        why = ": weights, gradients and optimizer states make it" if condition.adapter == "full" else ""
+        why = ": weights, gradients and optimizer states make it" if ours.condition.adapter == "full" else ""
         yield f"peak is not below {other}'s{why}"
-
-
-def _reference_in_words(reference: Reference) -> str:
-    if reference.step_s is None or reference.peak_gib is None:
-        return f"{reference.card} {reference.state}"
-    more = [f"{reference.x_none:.2f} × none"] if reference.x_none else []
-    more += [f"same peak as {reference.same_peak_as}"] if reference.same_peak_as else []
-    return f"{reference.card} {reference.step_s:g} / {reference.peak_gib:.2f}" + (
-        f" ({', '.join(more)})" if more else ""
-    )

@@ -42,11 +42,12 @@ def report(records: Records, out: Out = None) -> None:
         result = build_report(found)
         folder = records if records.is_dir() else records.parent
         written = write_report(result, out or folder / "report")
-    show(*_summary(result, written))
+    show(*_summary(result), *_paths(written))
 
 
 def compare(a: Before, b: After, json: AsJson = False) -> None:
-    """Compare two sets of benchmark records, A before and B after. Exit code 1 if something got worse beyond noise."""
+    """Compare two sets of benchmark records, A before and B after. Exit code 1 if something got worse beyond noise,
+    2 if A and B share no cell, so that nothing was compared."""
     with working():
         from lowtide.bench.compare import compare as compared
 
@@ -55,6 +56,9 @@ def compare(a: Before, b: After, json: AsJson = False) -> None:
         show_json(comparison.as_dict())
     else:
         show(*_in_words(comparison))
+    if not comparison.compared:
+        why = f" ({'; '.join(comparison.apart)})" if comparison.apart else ""
+        raise ConfigError(f"nothing was compared: {a} and {b} share no cell{why}")
     if comparison.regressions:
         raise typer.Exit(1)
 
@@ -71,17 +75,27 @@ def _read(path: Path) -> "list[Record]":
     return records
 
 
-def _summary(report: "Report", written: list[Path]) -> Iterator[RenderableType]:
+def _summary(report: "Report") -> Iterator[RenderableType]:
     states = Counter(cell.state for cell in report.cells)
     counts = ", ".join(f"{count} {'results' if state == 'ok' else state}" for state, count in states.items())
     yield f"{len(report.matrices)} works, {len(report.cells)} cells: {counts}."
+    if on_cpu := sum(matrix.on_cpu for matrix in report.matrices):
+        yield f"{on_cpu} of the works were measured on a CPU, where offload is simulated: they stand in no plot."
     for matrix in report.matrices:
         for column in matrix.columns:
             for cell in column.cells:
                 for what in cell.outcome.disagreements() if cell.outcome else ():
                     where = f"{matrix.title}, {column.title}, {cell.mode}"
                     yield Text(f"runs disagree: {where}: {what}", style="yellow")
-    yield from (_path(path) for path in written)
+
+
+def _paths(written: list[Path]) -> Iterator[Text]:
+    """The pages, and the folder of the plots where there are any."""
+    pages = [path for path in written if path.suffix != ".svg"]
+    plots = [path for path in written if path.suffix == ".svg"]
+    yield from map(_path, pages)
+    if plots:
+        yield Text(f"{len(plots)} plots in {plots[0].parent}", no_wrap=True, overflow="ignore")
 
 
 def _path(path: Path) -> Text:
@@ -97,7 +111,7 @@ def _in_words(comparison: "Comparison") -> Iterator[RenderableType]:
         if changes:
             yield Text(f"{kind} ({meaning}): {len(changes)}", style="red" if kind == "regression" else "bold")
             yield from map(_line, changes)
-    yield f"{comparison.unchanged} cells are the same within noise."
+    yield f"{comparison.compared} cells compared, {comparison.unchanged} are the same within noise."
     yield NOISE
 
 

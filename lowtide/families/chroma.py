@@ -11,6 +11,7 @@ ROWS = (
         aliases=("chroma1", "Chroma1-HD", "Chroma1-Base"),
         class_path="diffusers.ChromaTransformer2DModel",
         stacks=(DOUBLE, SINGLE),
+        left_out=("distilled_guidance_layer",),  # five small layers over 344 places, once a step
         tiny=Build(
             config=TINY | {"approximator_num_channels": 8, "approximator_hidden_dim": 16, "approximator_layers": 1},
             vars=TINY_VARS,

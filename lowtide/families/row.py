@@ -57,6 +57,7 @@ class Family:
         inputs fit any configuration of the class, a model loaded from a folder too.
     train_mode: False where the model must be in eval() to be differentiable.
     block_classes: classes that regional compilation compiles.
+    left_out: paths of modules that look like a stack and save next to nothing.
     """
 
     key: str
@@ -72,6 +73,7 @@ class Family:
     sizes: dict[str, str] = field(default_factory=dict)
     train_mode: bool = True
     block_classes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @property
     def class_name(self) -> str:

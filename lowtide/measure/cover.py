@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
+from lowtide import families
 from lowtide.errors import UnsupportedError
 from lowtide.runtime.resolve import ResolvedStack, resolve
 
@@ -11,9 +12,12 @@ from lowtide.runtime.resolve import ResolvedStack, resolve
 def uncovered(model: nn.Module, stacks: Sequence[ResolvedStack]) -> Iterator[tuple[str, list[str]]]:
     """(class, module paths) of stacks that the model's structure shows and of which ``stacks`` hold no block.
 
-    A found block counts as held if it is in one of theirs, or one of theirs is in it.
+    A found block counts as held if it is in one of theirs, or one of theirs is in it, and so does what the model's
+    row leaves out on purpose.
     """
+    row = families.by_class(type(model).__name__)
     held = [name for stack in stacks for name, _ in stack.blocks]
+    held += row.left_out if row is not None else ()
     try:
         found = resolve(model, None)
     except UnsupportedError:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.handle import attach
+from lowtide.controls import CheckpointConfig
+from lowtide.handle import attach_as
 from lowtide.measure.build import Target
 from lowtide.runtime.flatten import tensors_of
 
@@ -116,7 +117,8 @@ def verify(
     inputs = target.inputs(parameter.dtype, seed, over, parameter.device)
     model.train(target.family is None or target.family.train_mode)
     plain = run_step(model, inputs, seed)
-    with attach(model, family=target.family.key if target.family else None, **options) as handle:
+    config = CheckpointConfig.for_attach(**{"backend": "torch", **options})
+    with attach_as(model, config, family=target.family.key if target.family else None) as handle:
         checkpointed = run_step(model, inputs, seed)
         receipt = handle.receipt().as_dict()
     model.zero_grad(set_to_none=True)

@@ -12,19 +12,32 @@ Rules (the numbering of segment.py goes on):
 """
 
 import copyreg
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from lowtide.errors import ConfigError
-from lowtide.runtime.tracer import Tracer
 
 _MARK = "_lowtide_original"
 _TRACER = "_lowtide_tracer"
 _WHY_CLOSED = "lowtide records and recomputes this module outside compiled code; compile the blocks themselves instead"
+
+
+class Interceptor(Protocol):
+    """What calls go through: a Tracer, say. active: whether it does anything yet."""
+
+    active: bool
+
+    def run(
+        self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any: ...
+
+    def run_eagerly(
+        self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any: ...
 
 
 def rebuild(original: type[nn.Module]) -> nn.Module:
@@ -34,11 +47,11 @@ def rebuild(original: type[nn.Module]) -> nn.Module:
 
 def is_attached(module: nn.Module) -> bool:
     """Whether a handle intercepts the module. An inactive pass-through (rule 19) is in nobody's way."""
-    tracer: Tracer | None = getattr(type(module), _TRACER, None)
+    tracer: Interceptor | None = getattr(type(module), _TRACER, None)
     return tracer is not None and tracer.active
 
 
-def intercept(modules: Iterable[tuple[str, nn.Module]], tracer: Tracer) -> None:
+def intercept(modules: Iterable[tuple[str, nn.Module]], tracer: Interceptor) -> None:
     """Route every call of ``modules`` through ``tracer``. ConfigError where one is attached already."""
     modules = list(modules)
     taken = [name for name, module in modules if is_attached(module)]
@@ -62,7 +75,7 @@ def release(modules: Iterable[nn.Module]) -> None:
             module.__class__ = vars(type(module))[_MARK]
 
 
-def _generate(original: type[nn.Module], tracer: Tracer) -> type[nn.Module]:
+def _generate(original: type[nn.Module], tracer: Interceptor) -> type[nn.Module]:
     from torch._dynamo.decorators import skip  # late: it takes a second to import
 
     call_original = original.__call__

@@ -10,9 +10,7 @@ Nothing else may tell that it failed. Rules:
 5. What is predicted is traced on the meta device, which takes no memory: what failed is still there meanwhile.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -21,15 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import families
+from lowtide.attaching import attach
+from lowtide.auto.handle import AutoHandle
 from lowtide.controls import CheckpointConfig
 from lowtide.errors import ConfigError
-from lowtide.handle import Handle, attach
+from lowtide.handle import Handle
 from lowtide.measure.held import trace_held
+from lowtide.measure.meta_copy import casting_as, on_meta, shapes_of
 from lowtide.plan.held import HeldTrace
 from lowtide.plan.schedule import IN_SEGMENTS
 from lowtide.runtime.resolve import ResolvedStack, resolve
 from lowtide.train.cache import Cached
-from lowtide.train.casting import Casting
 from lowtide.train.config import TrainConfig, TrainKeys
 from lowtide.train.families.base import Denoiser
 from lowtide.train.flow import random_noise
@@ -38,7 +38,7 @@ from lowtide.train.loop import Updater, load_batch
 from lowtide.train.memory import give_back
 from lowtide.train.report import setting_name
 from lowtide.train.resume import RunState
-from lowtide.train.settings import can_offload, most_bytes, short_keys
+from lowtide.train.settings import can_offload, most_bytes, most_bytes_under, short_keys
 from lowtide.units import format_bytes
 
 _WHAT_TO_DO = (
@@ -67,7 +67,7 @@ class Attached:
         self.config = config
         self.handle = self._attach()
 
-    def _attach(self) -> Handle:
+    def _attach(self) -> Handle | AutoHandle:
         return attach(self.model, family=self.family, **self.config.attach_arguments())
 
     def __enter__(self) -> "Attached":
@@ -128,13 +128,9 @@ class Escalation:
                 f"No other setting was tried, for their memory cannot be predicted: {problem}. {_WHAT_TO_DO}"
             )
             return None
-        failed, *rungs = (
-            Rung(config, most_bytes(config, stacks, trace))
-            for config in (
-                self.attached.config,
-                *ladder(self.attached.config, stacks, can_offload(self.attached.model)),
-            )
-        )
+        config, can_move = self.attached.config, can_offload(self.attached.model)
+        failed = Rung(config, most_bytes_under(self.attached.handle.schedule, trace, config.offload_min_bytes))
+        rungs = [Rung(other, most_bytes(other, stacks, trace)) for other in ladder(config, stacks, can_move)]
         lower = next((rung for rung in rungs if rung.peak_bytes < failed.peak_bytes), None)
         if lower is None:
             error.add_note(self._exhausted(failed, rungs))
@@ -232,24 +228,8 @@ def trace_shapes(
     """
     model = on_meta(attached.model)
     stacks = resolve(model, families.find(attached.family).stacks)
-    with computing(keys.mixed_precision, device), Casting(device) if keys.mixed_precision == "bf16" else nullcontext():
-        return stacks, trace_held(model, stacks, {name: _shape_of(value) for name, value in arguments.items()})
-
-
-def on_meta(model: nn.Module) -> nn.Module:
-    """A copy whose weights and buffers have shapes only; attached blocks come back un-attached."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): _without_values(tensor) for tensor in tensors})
-
-
-def _without_values(tensor: Tensor) -> Tensor:
-    empty = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-
-
-def _shape_of(value: Any) -> Any:
-    """Values of whole numbers and masks may decide shapes; those of floating-point numbers do not."""
-    return value.to("meta") if isinstance(value, Tensor) and value.is_floating_point() else value
+    with computing(keys.mixed_precision, device), casting_as(device):
+        return stacks, trace_held(model, stacks, shapes_of(arguments))
 
 
 def _on_cpu(gradient: Tensor | None) -> Tensor | None:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 import lowtide
-from lowtide.controls import CheckpointConfig
 from lowtide.runtime.store import accelerator_or_simulated
 from lowtide.train.adapters import Everything, Lora, Trained
 from lowtide.train.config import ESCALATE, TrainConfig, TrainKeys
@@ -158,7 +157,7 @@ def _finish(session: Session, attached: Attached, blocks: dict[str, Any]) -> dic
         "summary": summary_of(read_metrics(keys.output)),
         "recomputed_blocks": blocks,
         "receipt": state.receipt,
-        "settings": _settings(session, attached.config),
+        "settings": _settings(session, attached),
         "checkpointing": attached.name,
         "out_of_memory": state.out_of_memory,
         "files": {"weights": str(weights), **({"sample": str(pair)} if pair else {})},
@@ -167,13 +166,15 @@ def _finish(session: Session, attached: Attached, blocks: dict[str, Any]) -> dic
     return report
 
 
-def _settings(session: Session, ran: CheckpointConfig) -> list[dict[str, Any]] | None:
+def _settings(session: Session, attached: Attached) -> list[dict[str, Any]] | None:
     """The table of settings, or None where a plain forward does not fit on the device."""
     batch, keys = _largest(session.prepared), session.keys
     noised = random_noise(session.denoiser, batch.latents, torch.Generator().manual_seed(keys.seed))
     try:
         with computing(keys.mixed_precision, session.prepared.device):
-            return compare_settings(session.denoiser, keys.family, noised, batch, ran)
+            return compare_settings(
+                session.denoiser, keys.family, noised, batch, attached.config, attached.handle.schedule
+            )
     except torch.OutOfMemoryError:
         return None
 

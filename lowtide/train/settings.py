@@ -35,11 +35,11 @@ _BACKEND = "gradient_checkpointing_backend"
 
 
 def compare_settings(
-    denoiser: Denoiser, family: str, noised: Noised, batch: Batch, ran: CheckpointConfig
+    denoiser: Denoiser, family: str, noised: Noised, batch: Batch, ran: CheckpointConfig, schedule: Schedule
 ) -> list[dict[str, Any]]:
     """One entry a setting, in the order of the decision rule; the one that ran is among them.
 
-    Settings that offload are among them where they could run. The model must be detached. One forward runs, without
+    schedule: of the setting that ran. Settings that offload are among them where they could run. The model must be detached. One forward runs, without
     checkpointing, so that it needs the memory of a plain one.
     Entries: keys (flat), scope, held_bytes (kept on the device between forward and backward), cpu_bytes (kept in CPU
     memory), most_bytes (held_bytes and the largest piece that is recomputed at once: the peak of backward is at most
@@ -50,7 +50,7 @@ def compare_settings(
     offered = [config for config in _offered(ran) if not config.moves or can_offload(denoiser.model)]
     if ran not in offered:
         offered.append(ran)
-    return [_entry(config, stacks, trace, config == ran) for config in offered]
+    return [_entry(config, stacks, trace, schedule if config == ran else None) for config in offered]
 
 
 def _offered(ran: CheckpointConfig) -> list[CheckpointConfig]:
@@ -65,24 +65,31 @@ def can_offload(model: nn.Module) -> bool:
     return simulated.get() or next(model.parameters()).device.type != "cpu"
 
 
-def _entry(config: CheckpointConfig, stacks: list[ResolvedStack], trace: HeldTrace, ran: bool) -> dict[str, Any]:
-    schedule = _schedule(config, stacks)
+def _entry(
+    config: CheckpointConfig, stacks: list[ResolvedStack], trace: HeldTrace, ran: Schedule | None
+) -> dict[str, Any]:
+    schedule = ran or _schedule(config, stacks)
     held = predict(trace, schedule, config.offload_min_bytes)
     return {
         "keys": short_keys(config),
-        "scope": config.scope,
+        "scope": config.backend if config.is_auto else config.scope,
         "held_bytes": held.held_bytes,
         "cpu_bytes": held.cpu_bytes,
         "most_bytes": _most_bytes(trace, held),
         "recomputed": len(recomputed_blocks(stacks, schedule)),
         "blocks": sum(len(stack.blocks) for stack in stacks),
-        "ran": ran,
+        "ran": ran is not None,
     }
 
 
 def most_bytes(config: CheckpointConfig, stacks: list[ResolvedStack], trace: HeldTrace) -> int:
     """What a setting holds between forward and backward, and the largest piece that it recomputes at once."""
-    return _most_bytes(trace, predict(trace, _schedule(config, stacks), config.offload_min_bytes))
+    return most_bytes_under(_schedule(config, stacks), trace, config.offload_min_bytes)
+
+
+def most_bytes_under(schedule: Schedule, trace: HeldTrace, min_bytes: int) -> int:
+    """The same of a schedule."""
+    return _most_bytes(trace, predict(trace, schedule, min_bytes))
 
 
 def _most_bytes(trace: HeldTrace, held: Held) -> int:

@@ -1,9 +1,12 @@
 """Hand-made records."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
+from lowtide import families
+from lowtide.bench.describe import MODES
 from lowtide.bench.record import Condition, Figures, Record, append
 
 GIB = 2**30
@@ -16,7 +19,7 @@ def condition(work: str = "sd3_medium", mode: str = "layer", **more: Any) -> Con
     return Condition(kind, work, mode, **{**trained, **more})
 
 
-def figures(step_s: float, peak_gib: float, spread_s: float = 0.0, steps: int = 3) -> Figures:
+def figures(step_s: float, peak_gib: float, spread_s: float = 0.0, steps: int = 5) -> Figures:
     """Steps that lie evenly around ``step_s``."""
     times_s = (step_s - spread_s / 2, *[step_s] * (steps - 2), step_s + spread_s / 2) if steps > 1 else (step_s,)
     return Figures(
@@ -43,7 +46,7 @@ def ok(
     step_s: float = 1.0,
     peak_gib: float = 8.0,
     spread_s: float = 0.0,
-    steps: int = 3,
+    steps: int = 5,
     receipt: dict[str, Any] | None = None,
     machine: dict[str, Any] | None = None,
     **more: Any,
@@ -73,3 +76,26 @@ EVERY_STATE = [
     bad("failed", "auto", "RuntimeError: a | b <c>\nTraceback of many lines"),
     bad("unsupported", "selective", "no softmax attention"),
 ]
+
+
+def many() -> Iterator[Record]:
+    """As much as a whole sweep makes: every family in 4 modes, 10 of them in all modes, and 4 synthetic shapes with 3
+    kinds of training and 2 compile settings in all modes; times and peaks drawn at random, the same each time."""
+    drawn = Random(0)
+    keys = [row.key for row in families.all_families()]
+    own = [mode for mode in MODES if mode != "diffusers"]
+    wanted: list[tuple[str, str, dict[str, Any]]] = [
+        *((key, mode, {}) for key in keys for mode in ("none", "layer", "unsloth", "selective")),
+        *((key, mode, {"sizes": {"B": 64}}) for key in keys[:10] for mode in MODES),
+        *(
+            (shape, mode, {"adapter": adapter, "rank": 16 if adapter == "lora" else None, "compile": how})
+            for shape in ("16x1024", "16x4096", "16x16384", "32x4096")
+            for adapter in ("frozen", "lora", "full")
+            for how in ("off", "regional")
+            for mode in own
+        ),
+    ]
+    for work, mode, more in wanted:
+        share = 1.0 if mode == "none" else drawn.uniform(0.3, 1.0)
+        step_s = 0.9 * (1.0 + (1.0 - share) * drawn.uniform(0.1, 0.7))
+        yield ok(work, mode, step_s, 30 * share, spread_s=0.02, steps=10, receipt=receipt(), **more)

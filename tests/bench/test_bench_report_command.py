@@ -26,10 +26,12 @@ def bench() -> Callable[..., Any]:
 def test_a_report_is_written_beside_the_records(bench: Callable[..., Any], tmp_path: Path) -> None:
     result = bench("report", write(tmp_path, EVERY_STATE))
     assert result.exit_code == 0, result.stderr
-    assert "1 works, 15 cells: 3 results, 8 not run, 1 inert, 1 oom, 1 unsupported, 1 failed." in result.stdout
+    assert "1 works, 10 cells: 3 results, 3 not run, 1 inert, 1 oom, 1 unsupported, 1 failed." in result.stdout
     for name in ("report.md", "report.html", "images/frontier-sd3_medium.svg"):
         assert (tmp_path / "report" / name).is_file()
-        assert str(tmp_path / "report" / name) in result.stdout.splitlines()
+    *_, text, page, plots = result.stdout.splitlines()
+    assert [text, page] == [str(tmp_path / "report" / name) for name in ("report.md", "report.html")]
+    assert plots == f"1 plots in {tmp_path / 'report' / 'images'}"
 
 
 def test_out_says_where(bench: Callable[..., Any], tmp_path: Path) -> None:
@@ -54,7 +56,7 @@ def test_a_regression_is_exit_code_1(bench: Callable[..., Any], tmp_path: Path) 
     result = bench("compare", a, b)
     assert result.exit_code == 1
     assert "regression (worse beyond noise, or a result that is none any more): 1" in result.stdout
-    assert "time 1.000 s ± 0 → 2.000 s ± 0 (+100.0 %)" in " ".join(result.stdout.split())
+    assert "time 1.000 s ± 0 in 5 steps → 2.000 s ± 0 in 5 steps (+100.0 %)" in " ".join(result.stdout.split())
     assert bench("compare", b, a).exit_code == 0
 
 
@@ -62,7 +64,23 @@ def test_the_same_records_are_the_same(bench: Callable[..., Any], tmp_path: Path
     a = write(tmp_path / "a", EVERY_STATE)
     result = bench("compare", a, a)
     assert result.exit_code == 0
-    assert result.stdout.startswith("7 cells are the same within noise.")
+    assert result.stdout.startswith("7 cells compared, 7 are the same within noise.")
+
+
+def test_nothing_compared_is_exit_code_2(bench: Callable[..., Any], tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", [ok()]), write(tmp_path / "b", [ok(machine={"card": "NVIDIA L40S"})])
+    result = bench("compare", a, b)
+    assert result.exit_code == 2
+    assert "nothing was compared" in result.stderr and "card: H200 in A, L40S in B" in result.stderr
+    assert "0 cells compared" in result.stdout
+    result = bench("compare", a, b, "--json")
+    assert result.exit_code == 2
+    assert json.loads(result.stdout)["compared"] == 0
+
+
+def test_what_a_cpu_measured_is_told(bench: Callable[..., Any], tmp_path: Path) -> None:
+    result = bench("report", write(tmp_path, [ok(size="tiny", machine={"card": None}), ok()]))
+    assert "1 of the works were measured on a CPU, where offload is simulated: they stand in no plot." in result.stdout
 
 
 def test_json_is_one_object(bench: Callable[..., Any], tmp_path: Path) -> None:
@@ -70,7 +88,7 @@ def test_json_is_one_object(bench: Callable[..., Any], tmp_path: Path) -> None:
     result = bench("compare", a, b, "--json")
     assert result.exit_code == 1
     found = json.loads(result.stdout)
-    assert found["unchanged"] == 0
+    assert (found["unchanged"], found["compared"], found["apart"]) == (0, 1, [])
     assert [(change["kind"], change["mode"], change["what"]) for change in found["changes"]] == [
         ("regression", "layer", "time"),
         ("new", "ffn", "state"),

@@ -13,14 +13,14 @@ def changed(a: list[Record], b: list[Record]) -> list[tuple[str, str, str, str]]
 
 def test_a_slower_time_beyond_both_spreads_is_a_regression() -> None:
     a, b = [ok(step_s=1.0, spread_s=0.05)], [ok(step_s=1.1, spread_s=0.08)]
-    assert changed(a, b) == [("regression", "time", "1.000 s ± 0.05", "1.100 s ± 0.08 (+10.0 %)")]
-    assert changed(b, a) == [("improvement", "time", "1.100 s ± 0.08", "1.000 s ± 0.05 (-9.1 %)")]
+    assert changed(a, b) == [("regression", "time", "1.000 s ± 0.05 in 5 steps", "1.100 s ± 0.08 in 5 steps (+10.0 %)")]
+    assert changed(b, a) == [("improvement", "time", "1.100 s ± 0.08 in 5 steps", "1.000 s ± 0.05 in 5 steps (-9.1 %)")]
 
 
 @pytest.mark.parametrize(("spread_a_s", "spread_b_s"), [(0.12, 0.01), (0.01, 0.12)])
 def test_within_the_spread_of_either_nothing_changed(spread_a_s: float, spread_b_s: float) -> None:
     result = compare([ok(step_s=1.0, spread_s=spread_a_s)], [ok(step_s=1.1, spread_s=spread_b_s)])
-    assert result == Comparison((), 1)
+    assert result == Comparison((), 1, 1)
 
 
 def test_what_runs_of_a_cell_differ_by_is_noise_too() -> None:
@@ -74,13 +74,36 @@ def test_a_result_that_is_none_any_more_is_a_regression() -> None:
 
 def test_figures_of_inert_cells_are_not_compared() -> None:
     slow, fast = (ok(step_s=step_s, receipt=INERT) for step_s in (9.0, 1.0))
-    assert compare([fast], [slow]) == Comparison((), 1)
+    assert compare([fast], [slow]) == Comparison((), 1, 1)
 
 
 def test_other_cards_and_conditions_are_other_cells() -> None:
     b = [ok(step_s=9.0, machine={"card": "NVIDIA L40S"})]
     assert [change.kind for change in compare([ok()], b).changes] == ["new", "vanished"]
     assert [change.kind for change in compare([ok()], [ok(sizes={"B": 4})]).changes] == ["new", "vanished"]
+
+
+def test_what_few_steps_say_is_told() -> None:
+    (change,) = compare([ok(step_s=1.0, steps=2)], [ok(step_s=2.0, steps=10), ok(step_s=2.0, steps=3)]).changes
+    assert change.before == "1.000 s ± 0 in only 2 steps"
+    assert change.after == "2.000 s ± 0 in only 10 + 3 steps (+100.0 %)"
+
+
+def test_where_no_cell_is_in_both_it_says_in_what_all_differ() -> None:
+    a = [ok("sdxl", "layer", sizes={"B": 1}), ok("sdxl", "none")]
+    b = [ok("sdxl", mode, machine={"card": "NVIDIA L40S"}, rank=4) for mode in ("none", "layer")]
+    assert (compare(a, b).compared, compare(a, b).apart) == (
+        0,
+        ("card: H200 in A, L40S in B", "trained: LoRA 16 in A, LoRA 4 in B"),
+    )
+    assert (compare(a, [*b, a[0]]).compared, compare(a, [*b, a[0]]).apart) == (1, ())
+    crossed = compare([ok(mode="layer"), ok(mode="none", rank=4)], [ok(mode="none"), ok(mode="layer", rank=4)])
+    assert (crossed.compared, crossed.apart) == (0, ())
+
+
+def test_long_lists_of_what_differs_are_cut() -> None:
+    apart = compare([ok(mode=mode) for mode in "abcdef"], [ok(mode="none")]).apart
+    assert apart == ("mode: a, b, c, d and 2 more in A, none in B",)
 
 
 def test_a_change_says_where() -> None:
@@ -91,6 +114,6 @@ def test_a_change_says_where() -> None:
         work="16 blocks × 4096 tokens",
         mode="ffn",
         condition="H200, bf16, frozen, no compile, default attention",
-        before="1.000 s ± 0",
-        after="3.000 s ± 0 (+200.0 %)",
+        before="1.000 s ± 0 in 5 steps",
+        after="3.000 s ± 0 in 5 steps (+200.0 %)",
     )

@@ -1,19 +1,23 @@
 """Markdown and HTML: that everything is in them, and that the page needs nothing else."""
 
 import re
-from base64 import b64decode
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
+from urllib.parse import unquote
+from xml.etree import ElementTree
 
 import pytest
 
+from lowtide.bench.batch_plot import batch_drawings
 from lowtide.bench.files import write_report
 from lowtide.bench.html import html
+from lowtide.bench.index import index
 from lowtide.bench.markdown import markdown
-from lowtide.bench.plot import plots
+from lowtide.bench.picture import Picture, svg_of
+from lowtide.bench.plot import Sheet, draw, plots, sheets
 from lowtide.bench.report import build_report
-from tests.bench.records import EVERY_STATE, ok
+from tests.bench.records import EVERY_STATE, many, ok
 
 RECORDS = [*EVERY_STATE, ok("16x1024", "none"), ok("ltx2_3", depth={"transformer_blocks": 12})]
 
@@ -48,12 +52,12 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def page() -> Page:
     report = build_report(RECORDS)
-    return Page(html(report, {plot.title: plot.svg for plot in plots(report)}))
+    return Page(html(report, plots(report)))
 
 
 @pytest.fixture(scope="module")
 def text() -> str:
-    return markdown(build_report(RECORDS), {"A plot": "images/a.svg"})
+    return markdown(build_report(RECORDS), [Picture("a", "A plot", "sd3_medium", ""), Picture("b", "All", None, "")])
 
 
 def test_the_page_is_well_formed(page: Page) -> None:
@@ -72,19 +76,19 @@ def test_the_page_loads_nothing(page: Page) -> None:
 
 def test_every_image_is_inside_and_is_whole(page: Page) -> None:
     images = [attributes for tag, attributes in page.tags if tag == "img"]
-    assert len(images) == 3
+    assert len(images) == 4
     for image in images:
-        kind, _, data = (image["src"] or "").partition("base64,")
-        assert kind == "data:image/svg+xml;"
-        svg = b64decode(data).decode()
-        assert svg.rstrip().endswith("</svg>")
-        assert not re.search(r"(href|src)=\"(?!#)|<text|@import", svg)  # text is drawn: no font is asked for
+        kind, _, data = (image["src"] or "").partition(",")
+        assert kind == "data:image/svg+xml" and not set(data) & set('&<>"#\n')
+        svg = unquote(data)
+        assert len(list(ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}path"))) > 10
+        assert not re.search(r"(href|src)='(?!#)|<text|@import", svg)  # text is drawn: no font is asked for
         assert image["alt"]
 
 
 def test_the_page_has_every_cell(page: Page) -> None:
     cells = [cell for cell in page.cells if cell]
-    assert ["0.7500 / 8.00", "1.50 × none · 0.94 × torch"] in [cell[:2] for cell in cells]
+    assert ["0.7500 / 8.00", "5 steps, 0.75–0.75 s", "1.50 × none · 0.94 × torch"] in [cell[:3] for cell in cells]
     for headline in ("OOM", "failed (RuntimeError: a | b <c>)", "unsupported (no softmax attention)", "not run"):
         assert headline in [cell[0] for cell in cells]
     assert ["inert (offload_attention: attention is recomputed)", "no reference"] in cells
@@ -92,8 +96,9 @@ def test_the_page_has_every_cell(page: Page) -> None:
 
 
 def test_a_truncated_model_is_marked(page: Page, text: str) -> None:
-    assert [attributes for tag, attributes in page.tags if attributes.get("class") == "truncated"] != []
-    assert text.count("**Truncated model:**") == 1
+    assert len([attributes for _, attributes in page.tags if attributes.get("class") == "warning"]) == 1
+    assert text.count("**Truncated model: ") == 1
+    assert "*no reference (truncated)*" in text
     assert "LTXVideo2 2.3 (truncated to 12 transformer\\_blocks)" in text
 
 
@@ -104,14 +109,34 @@ def test_markdown_tables_are_whole(text: str) -> None:
     heads = [index for index, row in enumerate(rows) if row.startswith("| ---")]
     for start, end in zip(heads, [*(head - 1 for head in heads[1:]), len(rows)], strict=True):
         assert len(set(unescaped[start - 1 : end])) == 1
-    assert "![A plot](images/a.svg)" in text
+
+
+def test_plots_stand_in_the_section_of_their_work_and_the_others_above_all(text: str) -> None:
+    places = [
+        text.index(part) for part in ("![All](images/b.svg)", "## SD3 medium", "![A plot](images/a.svg)", "## LTX")
+    ]
+    assert places == sorted(places)
+
+
+def test_the_index_leads_to_every_work(page: Page, text: str) -> None:
+    names = [matrix.name for matrix in build_report(RECORDS).matrices]
+    assert re.findall(r"\]\(#([^)]*)\)", text) == names
+    assert re.findall(r'<a id="([^"]*)"></a>', text) == names
+    assert [attributes["href"] for tag, attributes in page.tags if tag == "a" and attributes["href"] != "#-index"] == [
+        f"#{name}" for name in names
+    ]
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert sorted(map(str, ids)) == sorted([*names, "-index"])
 
 
 def test_markdown_has_every_state(text: str) -> None:
-    assert "| layer | **0.7500 / 8.00**<br>1.50 × none · 0.94 × torch<br>*H100 0.721 / 7.67" in text
+    assert (
+        "| layer | **0.7500 / 8.00**<br>5 steps, 0.75–0.75 s<br>1.50 × none · 0.94 × torch<br>*H100 0.721 / 7.67"
+        in text
+    )
     assert "failed (RuntimeError: a \\| b &lt;c>)" in text
     assert "inert (offload\\_attention: attention is recomputed)<br>*no reference*" in text
-    assert "| unsloth | not run<br>*no reference* |" in text
+    assert "| activation-offload | not run<br>*H100 1.335 / 9.68" in text
 
 
 def test_figures_of_inert_cells_stand_nowhere(page: Page, text: str) -> None:
@@ -124,6 +149,24 @@ def test_files_of_a_report(tmp_path: Path) -> None:
     assert [str(path.relative_to(tmp_path / "out")) for path in written[:2]] == ["report.md", "report.html"]
     text = written[0].read_text(encoding="utf-8")
     links = re.findall(r"!\[[^]]*\]\(([^)]*)\)", text)
-    assert len(links) == 3 and all((tmp_path / "out" / link).is_file() for link in links)
+    assert len(links) == 4 and all((tmp_path / "out" / link).is_file() for link in links)
     again = write_report(build_report(RECORDS), tmp_path / "again")
     assert [path.read_bytes() for path in again] == [path.read_bytes() for path in written]
+
+
+def test_a_report_over_a_whole_sweep_stays_one_page_of_a_few_mebibytes() -> None:
+    """Of the plots, the fullest of each number of panels stands for all of that number."""
+    report = build_report(many())
+    assert len(index(report).entries) == sum(len(matrix.columns) for matrix in report.matrices) > 70
+    kinds: dict[int, list[Sheet]] = {}
+    for sheet in sheets(report):
+        kinds.setdefault(len(sheet.panels), []).append(sheet)
+    size = len(html(report).encode())
+    for found in kinds.values():
+        fullest = max(found, key=lambda sheet: sum(len(panel.cells) for panel in sheet.panels))
+        size += len(found) * len(Picture("", "", None, svg_of(draw(fullest))).uri)
+    batches = [svg_of(drawing) for _, _, drawing in batch_drawings(report)]
+    size += sum(len(Picture("", "", None, svg).uri) for svg in batches)
+    assert sorted((panels, len(found)) for panels, found in kinds.items()) == [(1, 36), (2, 10), (4, 7)]
+    assert len(batches) == 10
+    assert size < 6 * 2**20

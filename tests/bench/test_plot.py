@@ -2,12 +2,14 @@
 
 from itertools import combinations
 
+import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from lowtide.bench.plot import draw, pareto, sheets
+from lowtide.bench.plot import draw, pareto, plots, sheets
+from lowtide.bench.record import Record
 from lowtide.bench.report import build_report
-from tests.bench.records import EVERY_STATE, ok
+from tests.bench.records import EVERY_STATE, bad, ok
 
 SHAPES = ("16x1024", "16x4096", "16x16384", "32x4096")
 CROWD = {
@@ -24,6 +26,8 @@ CROWD = {
     "activation-offload": (1.0, 12.0),
     "auto": (1.02, 9),
 }
+
+BRIEF = sorted(["none", "torch-checkpoint", "activation-offload", "unsloth", "auto", "selective-offload"])
 
 
 def names(figure: Figure) -> list[list[str]]:
@@ -52,8 +56,8 @@ def test_synthetic_shapes_are_panels_of_one_figure() -> None:
         ok(shape, mode, compile=how) for shape in SHAPES for mode in ("none", "layer") for how in ("off", "regional")
     ]
     found = list(sheets(build_report(records)))
-    assert [len(sheet.panels) for sheet in found] == [4, 4]
-    assert len({sheet.name for sheet in found}) == 2
+    assert [len(sheet.panels) for sheet in found] == [4, 4, 4]
+    assert len({sheet.name for sheet in found}) == 3
     figure = draw(found[0])
     assert [axes.get_title() for axes in figure.axes] == [
         *("16 blocks × 1024 tokens", "16 blocks × 4096 tokens"),
@@ -64,27 +68,74 @@ def test_synthetic_shapes_are_panels_of_one_figure() -> None:
 
 def test_baselines_have_marks_of_their_own() -> None:
     (sheet,) = sheets(
-        build_report([ok(mode=mode) for mode in ("none", "torch-checkpoint", "diffusers", "layer", "ffn")])
+        build_report([ok(mode=mode) for mode in ("none", "torch-checkpoint", "diffusers", "layer", "ffn", "unsloth")])
     )
     figure = draw(sheet)
     marks = {line.get_marker() for line in figure.axes[0].lines[1:]}
-    assert len(marks) == 4
+    assert len(marks) == 5
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        *("nothing recomputed", "torch's own checkpoint", "diffusers' own checkpointing", "lowtide", "Pareto frontier"),
+        *("nothing recomputed", "torch's own checkpoint", "diffusers' own checkpointing"),
+        *("lowtide, recomputation", "lowtide, CPU offload", "Pareto frontier"),
     ]
 
 
-def test_names_cover_neither_each_other_nor_leave_the_panel() -> None:
-    records = [ok("16x4096", mode, step_s, peak_gib) for mode, (step_s, peak_gib) in CROWD.items()]
-    (sheet,) = sheets(build_report(records))
+def crowded() -> list[Record]:
+    return [ok("16x4096", mode, step_s, peak_gib) for mode, (step_s, peak_gib) in CROWD.items()]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_names_cover_neither_each_other_nor_leave_the_panel(number: int) -> None:
+    sheet = list(sheets(build_report(crowded())))[number]
     figure = draw(sheet)
     figure.draw_without_rendering()
     axes = figure.axes[0]
     boxes = [Text.get_window_extent(text) for text in axes.texts]  # without the line to the point
-    assert len(boxes) == len(CROWD)
+    assert len(boxes) == (len(BRIEF) if sheet.brief else len(CROWD))
     assert not [pair for pair in combinations(boxes, 2) if pair[0].overlaps(pair[1])]
     frame = axes.bbox
     assert all(frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1 for box in boxes)
+
+
+def test_the_summary_names_the_frontier_and_what_it_is_held_to_and_marks_all() -> None:
+    summary, whole = sheets(build_report(crowded()))
+    assert (summary.name, summary.brief, whole.brief) == ("frontier-synthetic", True, False)
+    assert names(draw(summary)) == [BRIEF]
+    marked = [len(draw(sheet).axes[0].lines) for sheet in (summary, whole)]
+    assert marked == [len(CROWD) + 1] * 2
+
+
+def test_the_summary_is_of_the_condition_with_the_most_results_and_of_the_first_of_several() -> None:
+    records = [
+        ok(shape, mode, compile=how) for shape in SHAPES for mode in ("none", "ffn") for how in ("regional", "off")
+    ]
+    assert next(sheets(build_report(records))).title.endswith("frozen, no compile, default attention")
+    more = [*records, ok(SHAPES[0], "layer", compile="regional")]
+    assert next(sheets(build_report(more))).title.endswith("frozen, regional compile, default attention")
+    tiny = [ok(shape, mode, size="tiny") for shape in SHAPES for mode in ("none", "ffn", "layer")]
+    assert next(sheets(build_report(more + tiny))).title.endswith("frozen, regional compile, default attention")
+
+
+def test_what_a_cpu_measured_is_in_no_plot() -> None:
+    records = [ok(work, mode, machine={"card": None}) for work in ("sdxl", "16x1024") for mode in ("none", "layer")]
+    batches = [ok("flux1", sizes={"B": batch}, machine={"card": None}) for batch in (1, 2)]
+    assert plots(build_report(records + batches)) == []
+    assert [sheet.name for sheet in sheets(build_report([*records, ok("sdxl")]))] == ["frontier-sdxl"]
+
+
+def test_plots_whose_names_collide_have_names_of_their_own() -> None:
+    works = ["a.b", "a/b", "A B", "1x1", "synthetic"]
+    found = plots(build_report([*map(ok, works), ok("a.b", depth={"c": 1}), ok("a.b-c", depth={})]))
+    assert len({picture.name.lower() for picture in found}) == len(found) == 8
+    assert {"frontier-synthetic", "frontier-synthetic-2"} <= {picture.name for picture in found}
+
+
+def test_batch_scaling_is_a_plot_where_a_mode_has_results_of_several_batches() -> None:
+    records = [ok("flux1", mode, sizes={"B": batch}) for mode in ("none", "layer") for batch in (1, 2, 4)]
+    found = {picture.name: picture for picture in plots(build_report([*records, bad("oom", "ffn", work="flux1")]))}
+    assert list(found) == ["frontier-flux1", "batch-flux1"]
+    assert found["batch-flux1"].section == "flux1"
+    alone = [ok("flux1", "none", sizes={"B": 1}), ok("flux1", "layer", sizes={"B": 2})]
+    assert [picture.name for picture in plots(build_report(alone))] == ["frontier-flux1"]
 
 
 def test_runs_that_disagree_are_marked() -> None:

@@ -1,5 +1,7 @@
 """Public figures: the right ones for a condition, with their card, and in what they differ."""
 
+from typing import Any
+
 import pytest
 
 from lowtide import families
@@ -46,6 +48,14 @@ def test_there_is_no_reference(work: str, mode: str, precision: str) -> None:
     assert references(condition(work, mode, precision=precision)) == ()
 
 
+@pytest.mark.parametrize("other", [{"size": "tiny"}, {"depth": {"transformer_blocks": 6}}])
+def test_nothing_is_published_of_a_model_that_is_not_the_real_one(other: dict[str, Any]) -> None:
+    assert published(condition("sd3_medium")) is not None
+    assert published(condition("sd3_medium", **other)) is None
+    assert references(condition("sd3_medium", **other)) == ()
+    assert differences(condition("sd3_medium", **other)) == []
+
+
 def test_titles_that_mean_another_row_than_they_say() -> None:
     assert by_card(references(condition("hunyuan_video_15", "layer")))["H100"] == ("ok", 7.682, 26.35)
     assert by_card(references(condition("cosmos3_edge", "layer")))["H100"] == ("ok", 2.602, 8.9)
@@ -87,8 +97,7 @@ def test_differences_from_what_was_published() -> None:
         "LoRA 128 there",
         "compile setting not published",
     ]
-    assert differences(condition("wan21_1_3b", depth={"blocks": 2}, compile="regional")) == [
-        "whole model there",
+    assert differences(condition("wan21_1_3b", compile="regional")) == [
         "no compile there",
         "flash-attn-3-hub attention there",
     ]

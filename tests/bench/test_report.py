@@ -1,12 +1,16 @@
 """What a report says of each state, and of runs that do not agree."""
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from lowtide import families
+from lowtide.bench import describe, modes
 from lowtide.bench.details import details
-from lowtide.bench.record import Record
-from lowtide.bench.report import Cell, Matrix, build_report
+from lowtide.bench.record import Condition, Record
+from lowtide.bench.report import ON_CPU, TRUNCATED, Cell, Matrix, build_report
 from tests.bench.records import EVERY_STATE, MACHINE, bad, ok, receipt
 
 
@@ -27,17 +31,33 @@ def test_every_state_shows() -> None:
     assert found["interval2"] == ("oom", "OOM")
     assert found["auto"] == ("failed", "failed (RuntimeError: a | b <c>)")
     assert found["selective"] == ("unsupported", "unsupported (no softmax attention)")
-    assert found["unsloth"] == ("not run", "not run")
+    assert found["activation-offload"] == ("not run", "not run")
 
 
-def test_modes_stand_in_a_fixed_order_and_unknown_ones_last() -> None:
-    matrix = only([ok(mode="zebra"), ok(mode="auto"), ok(mode="aardvark"), ok(mode="none")])
-    assert matrix.modes == (
-        *("none", "torch-checkpoint", "diffusers", "activation-offload", "ffn", "unsloth-ffn", "layer"),
-        *("layer-offload", "interval2", "seg2-stride4", "seg2-stride4-offload", "unsloth", "selective"),
-        *("selective-offload", "auto", "aardvark", "zebra"),
-    )
-    assert "diffusers" not in only([ok("16x1024")]).modes
+def test_modes_that_were_run_or_published_have_a_row_in_a_fixed_order_and_unknown_ones_last() -> None:
+    matrix = only([ok(mode="zebra"), ok(mode="unsloth"), ok(mode="aardvark"), ok(mode="none")])
+    published = ("activation-offload", "layer", "interval2", "seg2-stride4", "seg2-stride4-offload")
+    assert matrix.modes == ("none", *published, "unsloth", "aardvark", "zebra")
+    assert {mode: cell.state for mode, cell in zip(matrix.modes, matrix.columns[0].cells, strict=True)} == {
+        **dict.fromkeys(("none", "unsloth", "aardvark", "zebra"), "ok"),
+        **dict.fromkeys(published, "not run"),
+    }
+
+
+def test_without_public_figures_only_what_was_run_has_a_row() -> None:
+    assert only([ok("flux1", "layer"), ok("flux1", "none")]).modes == ("none", "layer")
+    assert only([ok("16x1024", "none", adapter="full")]).modes == ("none",)
+    assert only([ok("16x1024", "none")]).modes == ("none", "ffn", "unsloth-ffn", "layer", "unsloth")
+
+
+def test_the_order_of_modes_is_that_of_the_bench() -> None:
+    assert describe.MODES == modes.MODES
+    settings = {"backend": "none", "offload_attention": False}
+    for mode, arguments in modes.ATTACHED.items():
+        found = {**settings, **arguments}
+        moves = str(found["backend"]).startswith("unsloth") or found["offload_attention"]
+        assert describe.offloads(mode) == bool(moves), mode
+    assert not any(map(describe.offloads, modes.BASELINES))
 
 
 def test_ratios_are_to_none_and_torch_of_the_same_condition() -> None:
@@ -49,7 +69,7 @@ def test_ratios_are_to_none_and_torch_of_the_same_condition() -> None:
     assert cells([*EVERY_STATE, *other], column=1)["layer"].ratios == "0.33 × none"
 
 
-@pytest.mark.parametrize("mode", ["layer-offload", "interval2", "auto", "selective", "unsloth"])
+@pytest.mark.parametrize("mode", ["layer-offload", "interval2", "auto", "selective", "activation-offload"])
 def test_what_is_no_result_has_no_ratios(mode: str) -> None:
     cell = cells(EVERY_STATE)[mode]
     assert (cell.result, cell.ratios) == (None, "")
@@ -83,7 +103,7 @@ def test_one_inert_run_is_enough() -> None:
 def test_references_name_their_card() -> None:
     found = cells(EVERY_STATE)
     assert found["layer"].reference == "H100 0.721 / 7.67 (1.36 × none); L40S 1.607 / 7.62 (1.35 × none)"
-    assert found["unsloth"].reference == "no reference"
+    assert found["selective"].reference == "no reference"
     assert found["interval2"].reference.startswith("H100 0.723 / 8.93")
 
 
@@ -92,6 +112,13 @@ def test_columns_say_in_what_the_published_condition_differs() -> None:
     assert [column.title for column in matrix.columns] == ["LoRA 16, B 1", "LoRA 128, B 3"]
     assert [column.differs for column in matrix.columns] == [("batch 3 there", "LoRA 128 there"), ()]
     assert matrix.common.startswith("H200, bf16, no compile, default attention, H 1024")
+
+
+def test_of_the_sizes_those_that_people_set_are_told_and_what_is_not_the_familys() -> None:
+    usual = dict(families.find("sd3_medium").real.vars)
+    told = only([ok(sizes={**usual, "B": 1})]).common
+    assert told == "H200, bf16, LoRA 16, no compile, default attention, B 1, H 1024, W 1024, T 333"
+    assert only([ok(sizes={**usual, "B": 1, "C": 8})]).common == told.replace("T 333", "C 8, T 333")
 
 
 def test_every_part_of_a_condition_is_a_column_of_its_own() -> None:
@@ -141,10 +168,61 @@ def test_a_peak_that_is_no_lower_says_so() -> None:
 def test_a_truncated_model_is_another_work_and_says_so() -> None:
     report = build_report([ok("ltx2_3"), ok("ltx2_3", depth={"transformer_blocks": 12})])
     whole, cut = report.matrices
-    assert (whole.truncated, cut.truncated) == (False, True)
+    assert (whole.warnings, cut.warnings) == ((), (TRUNCATED,))
     assert cut.title == "LTXVideo2 2.3 (truncated to 12 transformer_blocks)"
-    assert cut.columns[0].differs[0] == "whole model there"
-    assert whole.name != cut.name
+    assert (whole.name, cut.name) == ("ltx2_3", "ltx2_3-transformer_blocks-12")
+
+
+def test_a_truncated_model_stands_beside_no_public_figure() -> None:
+    report = build_report([ok("sd3_medium", "layer", depth={"transformer_blocks": 6})])
+    (matrix,) = report.matrices
+    (cell,) = matrix.columns[0].cells
+    assert cell.reference == "no reference (truncated)"
+    assert (cell.references, matrix.published, matrix.columns[0].differs, report.sources) == ((), None, (), ())
+
+
+def test_tiny_cells_are_a_work_of_their_own_beside_no_public_figure() -> None:
+    whole, tiny = build_report([ok(), ok(size="tiny"), ok(mode="none", size="tiny")]).matrices
+    assert (whole.title, tiny.title) == ("SD3 medium", "SD3 medium (tiny)")
+    assert whole.columns[0].cells[0].references
+    assert [cell.reference for cell in tiny.columns[0].cells] == ["no reference (tiny model)"] * 2
+    assert tiny.published is None and tiny.modes == ("none", "layer")
+    assert len({whole.name, tiny.name}) == 2
+
+
+def test_cells_of_a_cpu_say_so_and_stand_beside_no_public_figure() -> None:
+    cpu = {"card": None}
+    on_card, on_cpu = build_report([ok(mode="none", machine=cpu), ok(machine=cpu), ok()]).matrices
+    assert (on_card.title, on_cpu.title) == ("SD3 medium", "SD3 medium (on a CPU)")
+    assert (on_card.warnings, on_cpu.warnings) == ((), (ON_CPU,))
+    assert [cell.reference for cell in on_cpu.columns[0].cells] == ["no reference (CPU)"] * 2
+    assert [cell.remarks for cell in on_cpu.columns[0].cells] == [(), ()]  # peaks of a process are not held together
+    both = only([ok(size="tiny", machine=cpu)])
+    assert both.title == "SD3 medium (tiny, on a CPU)"
+    assert both.columns[0].cells[0].reference == "no reference (tiny model)"
+
+
+def test_works_whose_names_collide_have_names_of_their_own() -> None:
+    works = ["a.b", "a b", "A-B", "a-b-2", "é", "ü", "16x1024"]
+    records = [*map(ok, works), replace(ok("sdxl"), condition=Condition("family", "16x1024", "layer"))]
+    names = [matrix.name for matrix in build_report(records).matrices]
+    assert len({name.lower() for name in names}) == len(records)
+    assert all(re.fullmatch(r"[A-Za-z0-9_-]+", name) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        ([ok(step_s=1.0, spread_s=0.1, steps=10)], "10 steps, 0.95–1.05 s"),
+        ([ok(step_s=1.0, spread_s=0.1, steps=2)], "only 2 steps, 0.95–1.05 s"),
+        ([ok(step_s=1.0, steps=10), ok(step_s=1.0, spread_s=0.02, steps=5)], "10 + 5 steps, 0.99–1.01 s"),
+        ([ok(step_s=1.0, steps=10), ok(step_s=1.0, spread_s=0.02, steps=4)], "only 10 + 4 steps, 0.99–1.01 s"),
+        ([ok(receipt=receipt(("interval", "too wide")))], ""),
+        ([bad("oom", "layer")], ""),
+    ],
+)
+def test_a_cell_says_how_many_steps_were_counted_and_how_far_they_lie_apart(records: list[Record], words: str) -> None:
+    assert cells(records)["layer"].steps == words
 
 
 def test_works_stand_in_a_fixed_order() -> None:
@@ -158,7 +236,7 @@ def test_works_stand_in_a_fixed_order() -> None:
 
 def test_details_of_inert_cells_hold_no_figures() -> None:
     by_mode = {detail.mode: detail for detail in details(only(EVERY_STATE))}
-    assert (by_mode["layer"].reserved, by_mode["layer"].host, by_mode["layer"].runs) == ("9.00", "3.00", "1 × 3 steps")
+    assert (by_mode["layer"].reserved, by_mode["layer"].host, by_mode["layer"].runs) == ("9.00", "3.00", "1 (5 steps)")
     assert by_mode["layer"].blocks == "23 whole, 1 kept"
     inert = by_mode["layer-offload"]
     assert (inert.spread, inert.reserved, inert.host, inert.first_step) == ("", "", "", "")

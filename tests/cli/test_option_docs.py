@@ -33,7 +33,7 @@ def test_a_table_of_every_key() -> None:
 def test_keys_with_two_names_show_both() -> None:
     table = markdown_table(CheckpointConfig)
     assert "| `gradient_checkpointing_interval` | `interval` | a whole number, 1 or more | unset | " in table
-    assert f"| `gradient_checkpointing_backend` | `backend` | {', '.join(BACKENDS)} | `torch` | " in table
+    assert f"| `gradient_checkpointing_backend` | `backend` | {', '.join(BACKENDS)}, auto | `torch` | " in table
     assert "| `gradient_checkpointing_offload_attention` | `offload_attention` | true or false " in table
 
 

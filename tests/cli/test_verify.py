@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lowtide import families
-from lowtide.handle import attach
+from lowtide.attaching import attach
 from lowtide.measure.build import build_model
 
 

@@ -20,7 +20,7 @@ MINIMAL = {"model_family": "flux1", "pretrained_model_name_or_path": "quickstart
         ("learning_rat", 1, "unknown key 'learning_rat'. Did you mean 'learning_rate'?"),
         ("gradient_chekpointing_interval", 2, "Did you mean 'gradient_checkpointing_interval'?"),
         ("gradient_checkpointing_backend", "troch", "gradient_checkpointing_backend: 'troch' is not allowed"),
-        ("gradient_checkpointing_backend", "auto", "allowed: torch, torch-ffn, unsloth, unsloth-ffn"),
+        ("gradient_checkpointing_backend", "automatic", "allowed: torch, torch-ffn, unsloth, unsloth-ffn"),
         ("gradient_checkpointing_offload_attention", "attn", "allowed: true or false"),
         ("gradient_checkpointing_offload_pin_memory_max_buckets", -1, "allowed: a whole number, 0 or more"),
         ("gradient_checkpointing_offload_min_bytes", "1 MiBi", "Did you mean 'MiB'?"),

@@ -75,7 +75,7 @@ class Scarce:
             handle.remove()
 
     def before(self, module: nn.Module, args: Any) -> None:
-        if type(module).__name__ != "FluxTransformer2DModel" or module is not (self.model or module):
+        if type(module).__name__ != "FluxTransformer2DModel" or next(module.parameters()).is_meta:
             return  # the copy whose shapes are traced
         if self.model is None:
             self.model = module
@@ -190,6 +190,20 @@ def test_backward_had_left_gradients_behind(train_and_tell: Tell) -> None:
         train_and_tell(**OFF | ACCUMULATED)
     some, every = scarce.with_gradient
     assert 0 < some < every
+
+
+def test_auto_comes_down_to_a_setting_by_name(
+    train_and_tell: Tell, output: Path, everything: Everything, undisturbed: tuple[int, Any]
+) -> None:
+    auto = {"gradient_checkpointing_backend": "auto", "vram_budget": "64GiB"}
+    with Scarce({4: (5, BACKWARD)}) as scarce:
+        report, _ = train_and_tell(**NO_GAPS | ACCUMULATED | auto, on_out_of_memory="escalate")
+    assert everything(output) == undisturbed[1]
+    assert scarce.attempts == undisturbed[0] + 1 and scarce.left_over == [0] * scarce.attempts
+    assert report is not None and report["checkpointing"] == "torch-ffn"
+    (entry,) = report["out_of_memory"]
+    assert (entry["failed"], entry["next"]) == ("auto", "torch-ffn")
+    assert entry["next_bytes"] < entry["failed_bytes"]  # auto had left checkpointing off
 
 
 def test_the_setting_from_the_start_gives_the_same(train_and_tell: Tell, output: Path, everything: Everything) -> None:

@@ -1,0 +1,202 @@
+"""What ``backend="auto"`` chooses, beside every fixed mode and random schedules: time, peak, and what was predicted.
+
+    python benchmarks/planner.py flux1 synthetic:16x4096 --save results/planner.jsonl
+
+One process a work, in which settings take turns: each is attached, warmed up and timed. Budgets go from just above the
+least that any fixed mode reserves to what the plain run does. Peaks are of allocation, and of what PyTorch reserved,
+from empty caches on.
+"""
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lowtide
+from lowtide import families
+from lowtide.auto.handle import AutoHandle
+from lowtide.bench.attention import kernels
+from lowtide.bench.modes import ATTACHED, NONE
+from lowtide.bench.provenance import machine
+from lowtide.bench.record import Condition
+from lowtide.bench.works import Task, build, depth_of
+from lowtide.errors import ConfigError
+from lowtide.plan.schedule import Schedule, mixed
+from lowtide.testing import cpu_offload
+from lowtide.units import format_bytes
+
+SETTLED_AFTER = 7
+"""Steps after which ``auto`` has measured all that it measures."""
+WORDS = (
+    "kept", "kept+attention", "kept+saved", "ffn", "ffn+boundary", "ffn+boundary+attention", "selective",
+    "selective+boundary+attention", "whole", "whole+boundary",
+)  # fmt: skip
+
+
+def condition_of(name: str, size: str) -> Condition:
+    kind, _, shape = name.partition(":")
+    common: dict[str, Any] = {"size": size, "attention": "no-cudnn", "adapter": "lora", "rank": 16}
+    if kind == "synthetic":
+        return Condition("synthetic", shape, NONE, **common)
+    row = families.find(name)
+    tiny = size == "tiny"
+    sizes = dict((row.tiny if tiny else row.real).vars)
+    return Condition("family", row.key, NONE, sizes=sizes, depth={} if tiny else depth_of(row), **common)
+
+
+def measure(task: Task, device: str, warm_up: int, steps: int) -> dict[str, Any]:
+    """Median seconds and peaks of some steps under what is attached."""
+    for _ in range(warm_up):
+        task.step()
+    times = []
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(steps):
+        start = time.perf_counter()
+        task.step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    figures = {"step_s": statistics.median(times), "step_times_s": times}
+    if device == "cuda":
+        figures["peak_bytes"] = torch.cuda.max_memory_allocated()
+        figures["reserved_bytes"] = torch.cuda.max_memory_reserved()
+    return figures
+
+
+def clear(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def fixed(task: Task, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for mode in (NONE, *ATTACHED):
+        clear(options.device)
+        try:
+            with nullcontext() if mode == NONE else lowtide.attach(task.model, **ATTACHED[mode], **options.more):
+                yield {"setting": mode, **measure(task, options.device, 2, options.steps)}
+        except (ConfigError, torch.OutOfMemoryError) as error:
+            yield {"setting": mode, "failed": f"{type(error).__name__}: {error}"[:200]}
+        for tensor in task.trained:
+            tensor.grad = None
+
+
+def chosen(task: Task, budget: int, options: argparse.Namespace) -> dict[str, Any]:
+    """``auto`` within a budget; cold: the first plan and the peak of the step under it."""
+    clear(options.device)
+    line: dict[str, Any] = {"setting": "auto", "budget_bytes": budget}
+    try:
+        with lowtide.attach(task.model, backend="auto", vram_budget=budget, **options.more) as handle:
+            assert isinstance(handle, AutoHandle)
+            start = time.perf_counter()
+            first = measure(task, options.device, 0, 1)
+            assert handle.plan is not None
+            line["cold"] = {**first, "predicted_bytes": handle.plan.prediction.peak_bytes}
+            measure(task, options.device, 0, SETTLED_AFTER - 1)
+            line["settled_s"] = time.perf_counter() - start
+            if options.device == "cuda":
+                line["most_reserved_bytes"] = max(first["reserved_bytes"], torch.cuda.max_memory_reserved())
+            line |= measure(task, options.device, 0, options.steps)
+            made = handle.plan.prediction
+            line |= {
+                "predicted_bytes": made.peak_bytes,
+                "predicted_ms": made.step_ms,
+                "mode": handle.plan.mode,
+                "source": handle.plan.source,
+                "treatments": {
+                    n: [f"{t}+{'+'.join(sorted(m))}" if m else t for t, m in zip(s.treatments, s.moves, strict=True)]
+                    for n, s in handle.schedule.stacks.items()
+                },
+            }
+    except (ConfigError, torch.OutOfMemoryError) as error:
+        line["failed"] = f"{type(error).__name__}: {error}"[:300]
+    return line
+
+
+def at_random(task: Task, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Schedules of two to four treatments in a random mixture, block by block."""
+    draw = random.Random(0)
+    for number in range(options.random):
+        words = draw.sample(WORDS, draw.randint(2, 4))
+        weights = [draw.random() for _ in words]
+        try:
+            schedule = Schedule(
+                {stack.name: mixed(draw.choices(words, weights, k=len(stack.blocks))) for stack in task.stacks}
+            )
+            clear(options.device)
+            with lowtide.attach(task.model, schedule=schedule, **options.more):
+                yield {"setting": f"random {number}", "words": words, **measure(task, options.device, 2, options.steps)}
+        except (ConfigError, torch.OutOfMemoryError) as error:
+            yield {"setting": f"random {number}", "words": words, "failed": f"{type(error).__name__}: {error}"[:200]}
+
+
+def budgets(lines: list[dict[str, Any]], count: int) -> list[int]:
+    """From 3 % above the least reserved to what the plain run reserved, evenly."""
+    reserved = {line["setting"]: line["reserved_bytes"] for line in lines if "reserved_bytes" in line}
+    least = int(1.03 * min(reserved.values()))
+    most = reserved.get(NONE, max(reserved.values()))
+    return [least + (most - least) * place // (count - 1) for place in range(count)]
+
+
+def in_a_line(line: dict[str, Any]) -> str:
+    if "failed" in line:
+        return f"{line['setting']}: {line['failed']}"
+    text = f"{line['setting']}: {line['step_s']:.4f} s, {format_bytes(line.get('peak_bytes', 0))}"
+    if "budget_bytes" in line:
+        off = line.get("peak_bytes", 0) / line["predicted_bytes"] - 1
+        cold = line["cold"].get("peak_bytes", 0) / line["cold"]["predicted_bytes"] - 1
+        text += (
+            f" of {format_bytes(line['budget_bytes'])}, reserved {format_bytes(line.get('most_reserved_bytes', 0))}; peak "
+            f"over prediction {off:+.1%}, cold {cold:+.1%}; predicted {line['predicted_ms'] / 1e3:.4f} s; "
+            f"{line['mode'] or 'own schedule'}; settled in {line['settled_s']:.1f} s"
+        )
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("works", nargs="+", metavar="WORK", help="a family, or synthetic:BLOCKSxTOKENS")
+    parser.add_argument("--budgets", type=int, default=5, metavar="N")
+    parser.add_argument("--random", type=int, default=20, metavar="N", help="random schedules to compare with")
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="timed steps of each setting")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--size", choices=("real", "tiny"), default="real")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="append one JSON line a setting")
+    options = parser.parse_args()
+    options.more = {"offload_min_bytes": 1} if options.size == "tiny" else {}
+    where = machine(options.device)
+
+    def keep(line: dict[str, Any]) -> dict[str, Any]:
+        print(in_a_line(line), flush=True)
+        if options.save is not None:
+            with options.save.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"work": work, **line, "machine": where}) + "\n")
+        return line
+
+    for work in options.works:
+        with cpu_offload() if options.device == "cpu" else nullcontext(), kernels("no-cudnn"):
+            task = build(condition_of(work, options.size), options.device)
+            print(f"{work}:")
+            lines = [keep(line) for line in fixed(task, options)]
+            wanted = budgets(lines, options.budgets) if options.device == "cuda" else [2**30] * options.budgets
+            for budget in wanted:
+                keep(chosen(task, budget, options))
+            for line in at_random(task, options):
+                keep(line)
+        del task
+        clear(options.device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""How much device memory ``auto`` may take, and the limit that holds PyTorch to it."""
+
+import os
+
+import torch
+
+from lowtide.errors import ConfigError
+from lowtide.keys import AUTO
+from lowtide.measure.device import available_bytes, budget_within
+
+_CHOSEN = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
+
+
+def budget_bytes(given: int | str | None) -> int:
+    """What PyTorch may reserve. given: bytes, or ``auto`` or None: what is free and what this process holds, less a
+    margin. Raises ConfigError where no accelerator tells what is free."""
+    if isinstance(given, int):
+        return given
+    there = available_bytes()
+    if there is None:
+        raise ConfigError(
+            f"vram_budget = {AUTO} takes what a CUDA device has free, and there is none: say how much, as in 16GiB"
+        )
+    return budget_within(there)
+
+
+class Limit:
+    """Holds PyTorch's allocator of one CUDA device to a budget: it gives cached memory back before it takes more, and
+    runs out of memory rather than go over it. Nothing on other devices.
+
+    New memory comes in expandable segments (https://docs.pytorch.org/docs/stable/notes/cuda.html): without them a
+    tenth of what is reserved lies in pieces that fit nothing.
+    """
+
+    def __init__(self, device: torch.device, size_bytes: int) -> None:
+        self._device = device if device.type == "cuda" else None
+        if self._device is not None:
+            torch.cuda.empty_cache()  # what is cached above the limit would stay there
+            self._expand(True)
+            total_bytes = torch.cuda.get_device_properties(self._device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, size_bytes / total_bytes), self._device)
+
+    def lift(self) -> None:
+        if self._device is not None:
+            torch.cuda.set_per_process_memory_fraction(1.0, self._device)
+            self._expand(False)
+
+    @staticmethod
+    def _expand(on: bool) -> None:
+        """As ``PYTORCH_ALLOC_CONF`` would, but now. Somebody's own choice there stays."""
+        if torch.cuda.get_allocator_backend() == "native" and not _CHOSEN.intersection(os.environ):
+            torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{on}")

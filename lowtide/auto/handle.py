@@ -1,0 +1,227 @@
+"""The handle of ``backend="auto"``: it looks at each step before it begins, and changes the schedule between steps.
+
+Every step is a training step with the gradients of a plain run. The first ones run under
+
+1. a forecast's plan that leaves room for its errors; afterwards the peak is known (and optimizer states exist);
+2. a schedule that has each treatment on some blocks, twice, of which the second is timed;
+3. the plan from measured times, the plan from what that one then took, and the best that moves nothing, a few steps
+   each. What was quickest stays.
+
+A forward with more elements than any before begins anew, from what is known by then. Where the plain run fits, it
+stays with that, and measures nothing but its peak.
+"""
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Generator, Mapping
+from operator import itemgetter
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lowtide.auto.budget import Limit, budget_bytes
+from lowtide.auto.planner import Planner, in_short, size_of
+from lowtide.controls import CheckpointConfig
+from lowtide.errors import ConfigError
+from lowtide.handle import Handle, attach_as, rows_for
+from lowtide.measure.probe import Probed, StepProbe
+from lowtide.plan.schedule import Schedule, keep_all
+from lowtide.plan.solve import Plan
+from lowtide.runtime.link import simulated
+from lowtide.runtime.receipt import Receipt
+from lowtide.runtime.resolve import ResolvedStack, resolve
+from lowtide.runtime.swap import intercept, release
+
+_log = logging.getLogger("lowtide")
+
+Steps = Generator[None, Probed | None]
+"""What is left of measuring: at each ``yield`` a step runs, and what it showed comes back."""
+
+_TIMED = 2
+"""Steps of a candidate that count. The first under any schedule counts bytes, which takes time of its own."""
+
+
+class AutoHandle:
+    """What ``attach(backend="auto")`` returns: a ``Handle``, and ``plan`` is the one that runs, once there is one."""
+
+    def __init__(self, model: nn.Module, config: CheckpointConfig, family: str | None = None) -> None:
+        budget_bytes(config.vram_budget)  # raises now what the first step would raise
+        self.config = config
+        self.plan: Plan | None = None
+        self._root, rows = rows_for(model, family)
+        self._memory = CheckpointConfig(
+            gradient_checkpointing=False,
+            offload_pin_memory_max_buckets=config.offload_pin_memory_max_buckets,
+            offload_min_bytes=config.offload_min_bytes,
+        )
+        self._family = family
+        stacks = resolve(self._root, rows)
+        self._handle = self._attached(Schedule({stack.name: keep_all(len(stack.blocks)) for stack in stacks}))
+        self._rows = rows
+        self._planner: Planner | None = None
+        self._limit: Limit | None = None
+        self._probe: StepProbe | None = None
+        self._seen: Probed | None = None
+        self._largest = 0
+        self._stepped = False
+        self._on_update = register_optimizer_step_post_hook(self._note_update)
+        self._steps: Steps | None = None
+        self.active = True
+        intercept([(type(self._root).__name__, self._root)], self)
+
+    # ------------------------------------------------------------------ as Handle
+
+    @property
+    def stacks(self) -> list[ResolvedStack]:
+        return self._handle.stacks
+
+    @property
+    def schedule(self) -> Schedule:
+        """What runs now."""
+        return self._handle.schedule
+
+    def receipt(self) -> Receipt:
+        """What ran in the last step. Valid once its backward is done."""
+        return self._handle.receipt()
+
+    def detach(self) -> None:
+        """Restore the model exactly. Graphs that are still alive can be run backward."""
+        self.active = False
+        self._on_update.remove()
+        release([self._root])
+        self._stop_probe()
+        self._handle.detach()
+        if self._limit is not None:
+            self._limit.lift()
+
+    def __enter__(self) -> "AutoHandle":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    # ------------------------------------------------------------------ calls of the model
+
+    def run(
+        self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The model's call, after the schedule of the step has been seen to."""
+        if self.active and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self._before_step(args, kwargs)
+        return original(module, *args, **kwargs)
+
+    run_eagerly = run
+
+    def _before_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        seen, size = self._stop_probe(), size_of(args, kwargs)
+        if size > self._largest:
+            self._steps = self._begin(args, kwargs)
+            self._largest, seen = size, None
+        elif size < self._largest:
+            self._seen = seen  # it fits where the largest one does, and its times would mislead
+            return
+        if self._steps is None:
+            return
+        try:
+            self._steps.send(seen)
+        except StopIteration:
+            self._steps = None
+        else:
+            self._probe = StepProbe(self.stacks, self._device).start()
+
+    def _stop_probe(self) -> Probed | None:
+        """What the last step of the largest size showed."""
+        probe, seen = self._probe, self._seen
+        self._probe = self._seen = None
+        return seen if probe is None else probe.stop()
+
+    @functools.cached_property
+    def _device(self) -> torch.device:
+        return next(self._root.parameters()).device
+
+    # ------------------------------------------------------------------ the first steps
+
+    def _note_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """The states of the model's optimizer are there from now on."""
+        own = {id(weight) for weight in self._root.parameters()}
+        if any(id(weight) in own for group in optimizer.param_groups for weight in group["params"]):
+            self._stepped = True
+            self._on_update.remove()
+            if self._planner is not None:
+                self._planner.pending_bytes = 0
+
+    def _begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps:
+        planner = self._planner = self._planner or self._new_planner()
+        planner.forecast(args, kwargs, trained_before=self._stepped)
+        if self._limit is None:
+            self._limit = Limit(self._device, planner.budget_bytes)
+        return self._measuring(planner)
+
+    def _new_planner(self) -> Planner:
+        can_move = self._device.type != "cpu" or simulated.get()
+        size_bytes = budget_bytes(self.config.vram_budget)
+        return Planner(self._root, self._rows, self._device, size_bytes, self.config.offload_min_bytes, can_move)
+
+    def _measuring(self, planner: Planner) -> Steps:
+        plan = self._take(planner.plan(careful=True))
+        planner.learn_peak(plan.schedule, (yield))
+        sample = planner.sampling()
+        if sample is None or plan.leaves_off:
+            plan = self._take(self._candidate(planner) or plan)
+        if sample is None or plan.leaves_off:
+            return
+        self._change(sample)
+        planner.learn_peak(sample, (yield))
+        planner.learn_times(sample, (yield))
+        tried: list[tuple[float, Plan]] = []
+        for moving in (True, True, False):
+            made = self._candidate(planner, moving)
+            if made is not None and all(made.schedule != other.schedule for _, other in tried):
+                step_ms = yield from self._try(planner, self._take(made))
+                tried.append((step_ms, made))
+        self._take(min(tried, key=itemgetter(0), default=(math.inf, plan))[1])
+
+    @staticmethod
+    def _candidate(planner: Planner, moving: bool = True) -> Plan | None:
+        """None where nothing seems to fit: without offload, or because the last step took more than was expected."""
+        try:
+            return planner.plan(moving=moving)
+        except ConfigError:
+            return None
+
+    @staticmethod
+    def _try(planner: Planner, plan: Plan) -> Generator[None, Probed | None, float]:
+        """Milliseconds of the quickest of a few steps under a plan that is attached; infinite if none was complete."""
+        planner.learn_peak(plan.schedule, (yield))
+        times_ms = []
+        for _ in range(_TIMED):
+            seen = yield
+            planner.learn_peak(plan.schedule, seen)
+            times_ms += [seen.step_ms] if seen is not None else []
+        if times_ms:
+            planner.learn_step(plan, min(times_ms))
+        return min(times_ms, default=math.inf)
+
+    def _take(self, plan: Plan) -> Plan:
+        self.plan = plan
+        self._change(plan.schedule)
+        _log.info("auto: %s", in_short(plan))
+        return plan
+
+    def _change(self, schedule: Schedule) -> None:
+        if schedule == self._running:
+            return
+        self._handle.detach()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # pieces that fit the steps before fit none of the next
+        self._handle = self._attached(schedule)
+
+    def _attached(self, schedule: Schedule) -> Handle:
+        self._running = schedule
+        return attach_as(self._root, self._memory, schedule, self._family)

@@ -1,0 +1,184 @@
+"""Costs of the step at hand, from its shapes at first and from what steps took later, and the plan that they make."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.errors import ConfigError
+from lowtide.families.row import Stack
+from lowtide.measure.cards import Card, find_card
+from lowtide.measure.device import measured_card
+from lowtide.measure.forecast import forecast
+from lowtide.measure.meta_copy import casting_as, on_meta, shapes_of
+from lowtide.measure.probe import Probed
+from lowtide.measure.residents import residents
+from lowtide.plan.assignment import assignment_of, schedule_of
+from lowtide.plan.costs import StepCosts
+from lowtide.plan.predict_step import predict_step
+from lowtide.plan.sampling import corrected, samples_of, sampling, with_copies_taking
+from lowtide.plan.schedule import Schedule
+from lowtide.plan.solve import Plan, smallest_peak, solve
+from lowtide.runtime.flatten import tensors_of
+from lowtide.runtime.host_memory import host_memory
+from lowtide.runtime.pool import SHARE_OF_MACHINE
+from lowtide.runtime.resolve import resolve
+from lowtide.units import format_bytes
+
+_CAUTION = 0.1
+"""Of the room for activations, left free as long as nothing is measured: forecasts of peaks err by some percent."""
+_MOST_SPARE = 0.1  # of a budget: reserved memory may be left over from before the step
+_ON_CPU = "RTX 4090"  # there, figures of some card stand in until steps are measured
+
+
+@dataclass
+class Planner:
+    """The costs of one model's step. rows: of its stacks. can_move: whether there is where to offload to.
+
+    card: the device's figures, once they are asked for. spare_bytes: what PyTorch reserves beyond what tensors take.
+    pending_bytes: of optimizer states that are not there yet.
+    """
+
+    model: nn.Module
+    rows: tuple[Stack, ...] | None
+    device: torch.device
+    budget_bytes: int
+    min_bytes: int
+    can_move: bool
+    costs: StepCosts | None = None
+    card: Card | None = None
+    spare_bytes: int = 0
+    pending_bytes: int = 0
+    _forecast_bytes: int = 0
+    _corrected: Schedule | None = None
+
+    def forecast(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], trained_before: bool) -> None:
+        """Costs of a step with these arguments of the model's forward, from their shapes.
+
+        trained_before: gradients and the optimizer's states lie on the device already. Raises ConfigError where the
+        forward cannot be traced: says what to do instead.
+        """
+        bound = inspect.signature(self.model.forward).bind(*args, **kwargs)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                self.costs = self._traced(_named(bound), self._resident_bytes(bound.arguments, trained_before))
+            self._forecast_bytes, self._corrected = self.costs.resident_bytes, None
+        except ConfigError as error:
+            raise ConfigError(f"auto cannot plan for this model: {error}. Choose a backend by name instead.") from error
+
+    def plan(self, *, careful: bool = False, moving: bool = True) -> Plan:
+        """careful: leave some of the budget free. moving: whether anything may wait in CPU memory.
+
+        Raises ConfigError where nothing fits: says what would.
+        """
+        costs = self._known if moving else replace(self._known, link=None)
+        room_bytes = self.budget_bytes - self.spare_bytes
+        less_bytes = room_bytes - self._caution_bytes
+        fits = careful and smallest_peak(costs).peak_bytes <= less_bytes
+        return solve(costs, less_bytes if fits else room_bytes)
+
+    def sampling(self) -> Schedule | None:
+        """A step that measures treatments side by side; None where it would not fit."""
+        made = sampling(self._known, self.budget_bytes - self.spare_bytes - self._caution_bytes)
+        return None if made is None else schedule_of(made)
+
+    def learn_times(self, schedule: Schedule, probed: Probed | None) -> None:
+        """Correct times by a step that ran under ``sampling``."""
+        if probed is None:
+            return
+        times = {block: (time.forward_ms, time.backward_ms) for block, time in probed.blocks.items()}
+        samples = list(samples_of(self._known, assignment_of(self._known, schedule), times))
+        other_ms = max(0.0, probed.step_ms - sum(map(sum, times.values())))
+        self.costs = corrected(self._known, samples, other_ms, self._known.link)
+
+    def learn_peak(self, schedule: Schedule, probed: Probed | None) -> None:
+        """Put the error of the predicted peak down to what lies there throughout, the largest of the steps under one
+        schedule (with accumulated gradients some need more than others); see what lies in unused pieces, too."""
+        if probed is None or probed.peak_bytes is None or probed.reserved_bytes is None:
+            return
+        forecast = replace(self._known, resident_bytes=self._forecast_bytes)
+        predicted = predict_step(forecast, assignment_of(forecast, schedule)).highest.peak_bytes
+        error_bytes = probed.peak_bytes + self.pending_bytes - predicted
+        if schedule == self._corrected:
+            error_bytes = max(error_bytes, self._known.resident_bytes - self._forecast_bytes)
+        self._corrected = schedule
+        self.costs = replace(forecast, resident_bytes=max(0, self._forecast_bytes + error_bytes))
+        most_bytes = int(_MOST_SPARE * self.budget_bytes)
+        self.spare_bytes = min(most_bytes, max(self.spare_bytes, probed.reserved_bytes - probed.peak_bytes))
+
+    def learn_step(self, plan: Plan, step_ms: float) -> None:
+        """Put the error of the predicted time down to copies, where there are any, or to what is not in blocks."""
+        made = predict_step(self._known, assignment_of(self._known, plan.schedule))
+        error_ms = step_ms - made.step_ms
+        if made.copied_bytes:
+            self.costs = with_copies_taking(self._known, error_ms / made.copied_bytes)
+        else:
+            self.costs = replace(self._known, other_ms=max(0.0, self._known.other_ms + error_ms))
+
+    @property
+    def _known(self) -> StepCosts:
+        assert self.costs is not None
+        return self.costs
+
+    @property
+    def _caution_bytes(self) -> int:
+        return int(_CAUTION * max(0, self.budget_bytes - self._known.resident_bytes))
+
+    def _traced(self, inputs: Mapping[str, Any], resident_bytes: int) -> StepCosts:
+        self.card = self.card or _card(self.device)
+        shadow = on_meta(self.model)
+        memory = host_memory()
+        with casting_as(self.device):
+            costs = forecast(
+                shadow,
+                resolve(shadow, self.rows),
+                shapes_of(inputs),
+                self.card,
+                resident_bytes,
+                host_limit_bytes=None if memory is None else int(SHARE_OF_MACHINE * memory.limit_bytes),
+                min_bytes=self.min_bytes,
+            )
+        return costs if self.can_move else replace(costs, link=None)
+
+    def _resident_bytes(self, inputs: Mapping[str, Any], trained_before: bool) -> int:
+        """What lies on the device now, whoever's it is, and what training will put there."""
+        lying = residents(self.model, inputs)
+        if self.device.type != "cuda":
+            return lying.total_bytes
+        self.pending_bytes = to_come = 0 if trained_before else lying.states_bytes
+        gradients = sum(t.grad.nbytes for t in self.model.parameters() if t.grad is not None and t.grad.is_cuda)
+        to_come += max(0, lying.gradients_bytes - gradients)
+        to_come += 0 if trained_before else lying.workspace_bytes
+        self.spare_bytes = max(self.spare_bytes, lying.reserved_bytes)
+        return torch.cuda.memory_allocated(self.device) + to_come
+
+
+def size_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Elements of all tensors among a forward's arguments: how large a step is."""
+    return sum(tensor.numel() for tensor in tensors_of((args, dict(kwargs))))
+
+
+def in_short(plan: Plan) -> str:
+    """The plan in a line."""
+    made = plan.prediction
+    what = plan.mode or "a schedule of its own for each block"
+    return f"{what}: peak {format_bytes(made.peak_bytes)} of {format_bytes(plan.budget_bytes)}"
+
+
+def _named(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """Arguments by name, those of a ``**kwargs`` among them. Raises ConfigError for a ``*args`` that is in use."""
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL and value:
+            raise ConfigError(f"its forward is given values without a name (*{name})")
+        named |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+    return named
+
+
+def _card(device: torch.device) -> Card:
+    """The device's own figures, measured; on the CPU those of some card."""
+    return find_card(_ON_CPU) if device.type == "cpu" else measured_card(device)

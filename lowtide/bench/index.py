@@ -1,0 +1,78 @@
+"""The head of a report: a line a condition, so that one finds a work and sees at once what memory costs there."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lowtide.bench.describe import facets, told_apart
+from lowtide.bench.outcome import GIB, NOT_RUN, Outcome, peaks_differ, seconds
+from lowtide.bench.report import Cell, Column, Matrix, Report
+
+SHARES = (0.7, 0.5)
+NOTHING = "–"
+HEADS = (
+    "work",
+    "condition",
+    "none",
+    *(f"fastest within {share:.0%} of none's peak" for share in SHARES),
+    "least memory",
+    "results",
+)
+EXPLAINED = (
+    "Figures are s/step / peak GiB, in brackets the time as a multiple of none's. Results: cells with figures that "
+    "count, of the cells that were run. Of modes whose peaks are the same within 1 %, the fastest stands for the least "
+    "memory."
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """title, name: of the matrix that it leads to. cells: the texts of ``HEADS`` after the work."""
+
+    title: str
+    name: str
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Index:
+    """common: what holds for every line."""
+
+    common: str
+    entries: tuple[Entry, ...]
+
+
+def index(report: Report) -> Index:
+    """A line for each column of each matrix, in their order."""
+    found = [(matrix, column) for matrix in report.matrices for column in matrix.columns]
+    conditions, common = told_apart([facets(column.condition, column.card) for _, column in found])
+    entries = [_entry(*place, condition) for place, condition in zip(found, conditions, strict=True)]
+    return Index(common, tuple(entries))
+
+
+def _entry(matrix: Matrix, column: Column, condition: str) -> Entry:
+    results = [(cell, cell.result) for cell in column.cells if cell.result]
+    run = sum(cell.outcome is not None for cell in column.cells)
+    none = next((cell for cell in column.cells if cell.mode == "none"), None)
+    best = [NOTHING] * (len(SHARES) + 1) if matrix.on_cpu else list(_best(results, none))
+    headline = none.in_short if none else NOT_RUN
+    return Entry(matrix.title, matrix.name, (condition, headline, *best, f"{len(results)} of {run}"))
+
+
+def _best(results: Sequence[tuple[Cell, Outcome]], none: Cell | None) -> Iterator[str]:
+    """The fastest of the modes within each share of none's peak, then that of those with the lowest peak, none too."""
+    others = [(cell, outcome) for cell, outcome in results if cell.mode != "none"]
+    for share in SHARES:
+        most_bytes = share * none.result.peak_bytes if none and none.result else 0
+        yield _fastest([place for place in others if place[1].peak_bytes <= most_bytes])
+    least_bytes = min((outcome.peak_bytes for _, outcome in results), default=0)
+    yield _fastest([place for place in results if not peaks_differ(place[1].peak_bytes, least_bytes)])
+
+
+def _fastest(found: Sequence[tuple[Cell, Outcome]]) -> str:
+    return _in_words(*min(found, key=lambda place: place[1].step_s)) if found else NOTHING
+
+
+def _in_words(cell: Cell, outcome: Outcome) -> str:
+    """``"layer 0.7500 / 8.00 (1.50 ×)"``."""
+    times = f" ({cell.x_none:.2f} ×)" if cell.x_none else ""
+    return f"{cell.mode} {seconds(outcome.step_s)} / {outcome.peak_bytes / GIB:.2f}{times}"

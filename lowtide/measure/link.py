@@ -1,0 +1,30 @@
+"""How fast pinned copies between the accelerator and CPU memory are, as offload makes them."""
+
+import statistics
+
+import torch
+
+from lowtide.plan.costs import LinkRates
+
+_SIZE_BYTES = 256 * 2**20
+_ROUNDS = 6  # the first is not counted
+
+
+def link_rates() -> LinkRates:
+    """Of the current accelerator: medians, one direction alone at a time."""
+    device = torch.accelerator.current_accelerator()
+    here = torch.empty(_SIZE_BYTES, dtype=torch.uint8, device=device)
+    there = torch.empty(_SIZE_BYTES, dtype=torch.uint8).pin_memory()
+    return LinkRates(_gib_per_s(there, here), _gib_per_s(here, there))
+
+
+def _gib_per_s(to: torch.Tensor, source: torch.Tensor) -> float:
+    times_ms = []
+    for _ in range(_ROUNDS):
+        start, end = (torch.Event(torch.accelerator.current_accelerator(), enable_timing=True) for _ in range(2))
+        start.record()
+        to.copy_(source, non_blocking=True)
+        end.record()
+        end.synchronize()
+        times_ms.append(start.elapsed_time(end))
+    return _SIZE_BYTES / 2**30 / statistics.median(times_ms[1:]) * 1e3

@@ -1,0 +1,185 @@
+"""A step in which each treatment runs on some blocks, and costs corrected by what such steps took. Pure arithmetic.
+
+Blocks of a kind cost the same, so one step can measure several treatments of it, each on blocks of its own, and is a
+training step like any other: its gradients are those of a plain run.
+"""
+
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lowtide.plan.assignment import Assignment, without_last_move
+from lowtide.plan.costs import MEASURED, BlockKind, LinkRates, StepCosts, TreatmentCost
+from lowtide.plan.predict_step import predict_step
+from lowtide.plan.schedule import BOUNDARY, FFN, KEPT, SELECTIVE, WHOLE
+
+SAMPLED = (KEPT, FFN, SELECTIVE, WHOLE)
+"""What takes a time of its own; what moves beside it does not change that."""
+_MOST_A_TREATMENT = 3
+_PLAIN_RATIO = "plain"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Milliseconds that one block of a kind took under a treatment, waits for copies included."""
+
+    kind: str
+    treatment: str
+    forward_ms: float
+    backward_ms: float
+
+
+def sampling(costs: StepCosts, budget_bytes: int) -> Assignment | None:
+    """Whole blocks, and on some blocks of each kind one of the other treatments each, as far as they fit.
+
+    None where not even whole blocks fit.
+    """
+    chosen = {
+        name: [_base(costs.kinds[kind], costs.link is not None) for kind in kinds]
+        for name, kinds in costs.stacks.items()
+    }
+    if not _fits(costs, chosen, budget_bytes):
+        return None
+    for stack, index, cost in _wanted(costs):
+        before = chosen[stack][index]
+        chosen[stack][index] = cost
+        if not _fits(costs, chosen, budget_bytes):
+            chosen[stack][index] = before
+    return _assignment(costs, chosen)
+
+
+def corrected(costs: StepCosts, samples: Sequence[Sample], other_ms: float, link: LinkRates | None) -> StepCosts:
+    """Costs with measured times. What was not sampled keeps its forecast, corrected as like things turned out.
+
+    other_ms: of a step outside of its blocks.
+    """
+    found = _Samples(costs, samples)
+    kinds = {name: found.corrected(name, kind) for name, kind in costs.kinds.items()}
+    return replace(costs, kinds=kinds, other_ms=other_ms, link=link, source=MEASURED)
+
+
+def with_copies_taking(costs: StepCosts, ms_per_byte: float) -> StepCosts:
+    """The same costs, but a byte that is copied out takes so much longer, though nobody waits for its copy: copies and
+    computation share the device's memory."""
+    kinds = {
+        name: replace(kind, treatments=tuple(_slower(cost, ms_per_byte) for cost in kind.treatments))
+        for name, kind in costs.kinds.items()
+    }
+    return replace(costs, kinds=kinds)
+
+
+def _slower(cost: TreatmentCost, ms_per_byte: float) -> TreatmentCost:
+    return replace(cost, extra_backward_ms=max(0.0, cost.extra_backward_ms + ms_per_byte * cost.copied_bytes))
+
+
+class _Samples:
+    """Medians by kind and treatment, and by how much forecasts were wrong over all kinds."""
+
+    def __init__(self, costs: StepCosts, samples: Sequence[Sample]) -> None:
+        groups: dict[tuple[str, str], list[Sample]] = {}
+        for sample in samples:
+            groups.setdefault((sample.kind, sample.treatment), []).append(sample)
+        self._median = {
+            key: (
+                statistics.median(one.forward_ms for one in group),
+                statistics.median(one.backward_ms for one in group),
+            )
+            for key, group in groups.items()
+        }
+        self._ratios: dict[str, float] = {}
+        for name in (_PLAIN_RATIO, *SAMPLED[1:]):
+            self._ratios[name] = self._ratio(costs, name)
+
+    def corrected(self, name: str, kind: BlockKind) -> BlockKind:
+        forward_ms, backward_ms = self._plain(name, kind)
+        treatments = tuple(self._treated(name, kind, cost) for cost in kind.treatments)
+        return BlockKind(forward_ms, backward_ms, treatments)
+
+    def _plain(self, name: str, kind: BlockKind) -> tuple[float, float]:
+        ratio = self._ratios[_PLAIN_RATIO]
+        return self._median.get((name, KEPT), (kind.forward_ms * ratio, kind.backward_ms * ratio))
+
+    def _treated(self, name: str, kind: BlockKind, cost: TreatmentCost) -> TreatmentCost:
+        if cost.treatment == KEPT:
+            return cost
+        extra = self._extra(name, kind, cost.treatment)
+        if extra is None:
+            ratio = self._ratios[cost.treatment]
+            extra = cost.extra_forward_ms * ratio / cost.blocks, cost.extra_backward_ms * ratio / cost.blocks
+        return replace(cost, extra_forward_ms=cost.blocks * extra[0], extra_backward_ms=cost.blocks * extra[1])
+
+    def _extra(self, name: str, kind: BlockKind, treatment: str) -> tuple[float, float] | None:
+        """Beside the plain block; what came out faster than that takes no extra time."""
+        seen = self._median.get((name, treatment))
+        if seen is None:
+            return None
+        plain = self._plain(name, kind)
+        return max(0.0, seen[0] - plain[0]), max(0.0, seen[1] - plain[1])
+
+    def _ratio(self, costs: StepCosts, what: str) -> float:
+        """Measured over forecast, of all kinds for which both are known; without any, as plain blocks turned out."""
+        pairs = list(self._pairs(costs, what))
+        forecast = sum(expected for expected, _ in pairs)
+        if forecast > 0:
+            return sum(measured for _, measured in pairs) / forecast
+        return self._ratios.get(_PLAIN_RATIO, 1.0)
+
+    def _pairs(self, costs: StepCosts, what: str) -> Iterator[tuple[float, float]]:
+        for name, kind in costs.kinds.items():
+            if what == _PLAIN_RATIO:
+                if (name, KEPT) in self._median:
+                    yield kind.forward_ms + kind.backward_ms, sum(self._median[name, KEPT])
+                continue
+            expected = next(
+                (cost.extra_ms for cost in kind.treatments if (cost.treatment, cost.blocks) == (what, 1)), None
+            )
+            measured = self._extra(name, kind, what)
+            if expected is not None and measured is not None:
+                yield expected, sum(measured)
+
+
+def samples_of(
+    costs: StepCosts, assignment: Assignment, times: Mapping[tuple[str, int], tuple[float, float]]
+) -> Iterator[Sample]:
+    """What a step under ``assignment`` says. times: forward and backward of each block, in ms, by stack and index."""
+    for stack, kinds in costs.stacks.items():
+        index = 0
+        for cost in assignment[stack]:
+            if cost.blocks == 1 and (stack, index) in times:
+                yield Sample(kinds[index], cost.treatment, *times[stack, index])
+            index += cost.blocks
+
+
+def _base(kind: BlockKind, moves: bool) -> TreatmentCost:
+    """The whole block, its input in CPU memory where it can be; a block that has no such way is kept."""
+    whole = kind.by_way.get((WHOLE, frozenset(), 1), kind.plain)
+    return kind.by_way.get((WHOLE, frozenset({BOUNDARY}), 1), whole) if moves and whole is not kind.plain else whole
+
+
+def _wanted(costs: StepCosts) -> Iterator[tuple[str, int, TreatmentCost]]:
+    """Blocks of each kind for the treatments other than whole, in turns, each up to a few times."""
+    members: dict[str, list[tuple[str, int]]] = {}
+    for stack, kinds in costs.stacks.items():
+        for index, kind in enumerate(kinds):
+            members.setdefault(kind, []).append((stack, index))
+    for name, blocks in members.items():
+        costs_of = [c for t in SAMPLED[:-1] if (c := costs.kinds[name].by_way.get((t, frozenset(), 1))) is not None]
+        rounds = min(_MOST_A_TREATMENT, max(1, len(blocks) // (len(costs_of) + 1)))
+        spread = _spread(blocks, rounds * len(costs_of))
+        yield from ((*block, costs_of[place % len(costs_of)]) for place, block in enumerate(spread))
+
+
+def _spread(blocks: Sequence[tuple[str, int]], count: int) -> Iterable[tuple[str, int]]:
+    """``count`` of the blocks at most, evenly apart."""
+    count = min(count, len(blocks))
+    return [blocks[(2 * place + 1) * len(blocks) // (2 * count)] for place in range(count)] if count else []
+
+
+def _assignment(costs: StepCosts, chosen: Mapping[str, Sequence[TreatmentCost]]) -> Assignment:
+    return without_last_move(costs, {name: tuple(blocks) for name, blocks in chosen.items()})
+
+
+def _fits(costs: StepCosts, chosen: Mapping[str, Sequence[TreatmentCost]], budget_bytes: int) -> bool:
+    made = predict_step(costs, _assignment(costs, chosen))
+    limit = costs.host_limit_bytes
+    return made.peak_bytes <= budget_bytes and (limit is None or made.cpu_bytes <= limit)

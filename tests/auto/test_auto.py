@@ -1,0 +1,204 @@
+"""``backend="auto"`` on the CPU, where offload is simulated: budgets count against forecasts, gradients are exact."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide import families
+from lowtide.auto.handle import AutoHandle
+from lowtide.auto.planner import Planner
+from lowtide.errors import ConfigError
+from lowtide.families import Family
+from lowtide.measure.build import build_model
+from lowtide.measure.inputs import build_inputs
+from lowtide.measure.parity import compare, run_step
+from lowtide.plan.costs import FORECAST, MEASURED
+from lowtide.plan.schedule import KEPT
+from lowtide.plan.solve import smallest_peak, solve
+from lowtide.testing import cpu_offload
+from tests.runtime.toys import Block, Chain, step
+
+STEPS = 14
+"""More than ``auto`` measures."""
+
+
+@pytest.fixture(autouse=True)
+def _offload() -> Iterator[None]:
+    with cpu_offload():
+        yield
+
+
+def peaks(model: nn.Module, stacks: Any, *args: Any, **kwargs: Any) -> tuple[int, int]:
+    """The least that a schedule reaches, and what the plain run takes, by forecast."""
+    planner = Planner(model, stacks, torch.device("cpu"), 2**40, 1, can_move=True)
+    planner.forecast(args, kwargs, trained_before=False)
+    assert planner.costs is not None
+    return smallest_peak(planner.costs).peak_bytes, solve(planner.costs, 2**40).prediction.peak_bytes
+
+
+def attached(model: nn.Module, budget_bytes: int) -> AutoHandle:
+    handle = lowtide.attach(model, backend="auto", vram_budget=budget_bytes, offload_min_bytes=1)
+    assert isinstance(handle, AutoHandle)
+    return handle
+
+
+def ran_as_planned(handle: AutoHandle) -> bool:
+    """Whether the receipt has the treatments of the schedule that is attached now, and recomputed what it says."""
+    blocks = handle.receipt().blocks
+    wanted = [t for stack in handle.schedule.stacks.values() for t in stack.treatments]
+    return [block.treatment.partition("+")[0] for block in blocks] == wanted and all(
+        (block.recompute_calls > 0) == (block.treatment.partition("+")[0] != KEPT) for block in blocks
+    )
+
+
+@pytest.mark.parametrize("key", ["flux1", "sd3_medium", "sdxl", "wan21_1_3b", "hunyuan_video", "stable_cascade_c"])
+def test_every_step_has_the_gradients_of_a_plain_run(key: str) -> None:
+    row: Family = families.find(key)
+    model = build_model(row, "tiny").train(row.train_mode)
+    inputs = build_inputs(row.tiny, torch.float32)
+    plain = run_step(model, inputs, seed=0)
+    least, most = peaks(model, row.stacks, **inputs)
+    schedules = []
+    with attached(model, least + (most - least) // 4) as handle:
+        for _ in range(STEPS):
+            assert compare(plain, run_step(model, inputs, seed=0)) == []
+            schedules.append(handle.schedule)
+            assert ran_as_planned(handle)
+        assert handle.plan is not None and not handle.plan.leaves_off
+        assert handle.plan.source == MEASURED
+        assert handle.plan.prediction.peak_bytes <= least + (most - least) // 4
+    first, sample, again, measured = schedules[:4]
+    assert first != sample == again != measured
+    assert schedules[-1] == schedules[-2] in schedules[3:12]  # one of those that were tried
+    assert compare(plain, run_step(model, inputs, seed=0)) == []
+
+
+def test_the_plain_run_where_it_fits() -> None:
+    row = families.find("flux1")
+    model, inputs = build_model(row, "tiny"), build_inputs(row.tiny, torch.float32)
+    with attached(model, 2**34) as handle:
+        for _ in range(3):
+            run_step(model, inputs, seed=0)
+        assert handle.plan is not None and handle.plan.leaves_off
+        assert handle.plan.source == FORECAST  # nothing had to be measured
+        assert handle.receipt().totals["recompute_calls"] == handle.receipt().totals["d2h_bytes"] == 0
+
+
+def test_where_nothing_fits_the_first_step_says_what_would() -> None:
+    row = families.find("flux1")
+    model, inputs = build_model(row, "tiny"), build_inputs(row.tiny, torch.float32)
+    plain = run_step(model, inputs, seed=0)
+    handle = attached(model, 2**21)
+    with pytest.raises(ConfigError, match="no schedule fits in 2.00 MiB.*the smallest peak that can be reached is"):
+        model(**inputs)
+    with torch.no_grad():
+        model(**inputs)  # no step
+    handle.detach()
+    assert compare(plain, run_step(model, inputs, seed=0)) == []
+    assert not any("lowtide" in type(module).__call__.__module__ for module in model.modules())
+
+
+def dropping(depth: int = 12) -> Chain:
+    torch.manual_seed(0)
+    return Chain([Block(64, dropout=0.3) for _ in range(depth)])
+
+
+def budget_for(model: nn.Module, x: torch.Tensor) -> int:
+    least, most = peaks(model, None, x)
+    return least + (most - least) // 3
+
+
+def test_random_numbers_are_those_of_a_plain_run() -> None:
+    model, x = dropping(), torch.randn(512, 64)
+    plain = step(model, lambda: model(x))
+    following, recomputed = torch.rand(3), 0
+    with attached(model, budget_for(model, x)) as handle:
+        for _ in range(STEPS):
+            found = step(model, lambda: model(x))
+            assert torch.equal(torch.rand(3), following)
+            recomputed += handle.receipt().totals["recompute_calls"]
+            assert all(torch.equal(plain[name], value) for name, value in found.items())  # type: ignore[arg-type]
+    assert recomputed > len(model.blocks)
+
+
+def test_a_larger_batch_is_planned_anew_and_a_smaller_one_is_not() -> None:
+    model = dropping()
+    small, large = torch.randn(256, 64), torch.randn(1024, 64)
+    budget = budget_for(model, large)
+    plans = []
+    with attached(model, budget) as handle:
+        for x in (small, small, large, *[small] * 2, *[large] * STEPS):
+            plain = copy.deepcopy(model)
+            expected, found = step(plain, lambda x=x, m=plain: m(x)), step(model, lambda x=x: model(x))
+            assert all(torch.equal(expected[name], value) for name, value in found.items())  # type: ignore[arg-type]
+            plans.append(handle.plan)
+    assert plans[0] is not None and plans[0].leaves_off  # a quarter of the activations fits
+    assert plans[2] is not None and not plans[2].leaves_off
+    assert plans[2] is plans[3] is plans[4]
+    assert plans[-1] is not None and plans[-1].source == MEASURED
+    assert plans[-1].prediction.peak_bytes <= budget
+
+
+def twice_before_backward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x) + model(x.sin())
+
+
+def broken_backward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """An attempt that fails half-way, then a step."""
+
+    def fail(_: torch.Tensor) -> None:
+        raise KeyError
+
+    hook = next(iter(model.children()))[5].up.weight.register_hook(fail)  # type: ignore[index]
+    with pytest.raises(KeyError):
+        model(x).sum().backward()
+    hook.remove()
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(5)
+    return model(x)
+
+
+def dropped_graph(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    model(x)
+    torch.manual_seed(5)
+    return model(x)
+
+
+@pytest.mark.parametrize("run", [twice_before_backward, broken_backward, dropped_graph])
+def test_what_is_no_ordinary_step(run: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+    model, x = dropping(), torch.randn(512, 64)
+    plain = step(model, lambda: run(model, x))
+    with attached(model, budget_for(model, x)) as handle:
+        recomputed = 0
+        for _ in range(STEPS):
+            found = step(model, lambda: run(model, x))
+            assert all(torch.equal(plain[name], value) for name, value in found.items())  # type: ignore[arg-type]
+            recomputed += handle.receipt().totals["recompute_calls"]
+        assert handle.plan is not None and recomputed > 0
+
+
+def test_twice_attached_is_an_error_and_detaching_restores_the_model() -> None:
+    model = dropping()
+    kinds = [type(module) for module in model.modules()]
+    handle = attached(model, 2**34)
+    with pytest.raises(ConfigError, match="attached already"):
+        lowtide.attach(model, backend="auto", vram_budget="16GiB")
+    with pytest.raises(ConfigError, match="attached already"):
+        lowtide.attach(model)
+    assert [type(module) for module in copy.deepcopy(model).modules()] == kinds
+    handle.detach()
+    assert [type(module) for module in model.modules()] == kinds
+    lowtide.attach(model).detach()
+
+
+@pytest.mark.parametrize("budget", [None, "auto"])
+def test_without_a_device_that_says_what_is_free_a_budget_is_needed(budget: str | None) -> None:
+    if torch.cuda.is_available():
+        budget = "lots"
+    with pytest.raises(ConfigError, match="vram_budget"):
+        lowtide.attach(dropping(), backend="auto", vram_budget=budget)

@@ -1,0 +1,119 @@
+"""A step that samples treatments: within the budget, with each treatment on each kind; and what is learnt of it."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowtide.plan.assignment import assignment_of, schedule_of
+from lowtide.plan.costs import MEASURED, BlockKind, LinkRates, StepCosts, TreatmentCost
+from lowtide.plan.predict_step import predict_step
+from lowtide.plan.sampling import Sample, corrected, samples_of, sampling
+from lowtide.plan.schedule import BOUNDARY, FFN, KEPT, SELECTIVE, WHOLE
+from tests.plan.chains import steps
+
+MOVED = frozenset({BOUNDARY})
+
+
+def kind(ms: float, *, ffn: bool = True) -> BlockKind:
+    """Of this many ms forward, twice as many backward; recomputation takes what it recomputes."""
+    ways = [
+        TreatmentCost(KEPT, kept_bytes=10, working_bytes=2),
+        TreatmentCost(WHOLE, extra_backward_ms=ms, kept_bytes=2, working_bytes=11),
+        TreatmentCost(WHOLE, MOVED, extra_backward_ms=ms, cpu_bytes=2, working_bytes=13, copied_bytes=2),
+        TreatmentCost(WHOLE, blocks=2, extra_backward_ms=2 * ms, kept_bytes=2, working_bytes=21),
+        TreatmentCost(SELECTIVE, extra_backward_ms=0.8 * ms, kept_bytes=3, working_bytes=11),
+    ]
+    more = [TreatmentCost(FFN, extra_backward_ms=0.5 * ms, kept_bytes=5, working_bytes=7)] if ffn else []
+    return BlockKind(ms, 2 * ms, (*ways, *more))
+
+
+COSTS = StepCosts(
+    {"a": kind(4.0), "b": kind(2.0, ffn=False)},
+    {"s": ("a",) * 12, "t": ("b",) * 8},
+    resident_bytes=100,
+    link=LinkRates(1.0, 1.0),
+)
+
+
+def test_each_treatment_runs_on_blocks_of_each_kind() -> None:
+    made = sampling(COSTS, 10_000)
+    assert made is not None
+    treatments = {stack: [cost.treatment for cost in chosen] for stack, chosen in made.items()}
+    assert {t: treatments["s"].count(t) for t in set(treatments["s"])} == {KEPT: 3, FFN: 3, SELECTIVE: 3, WHOLE: 3}
+    assert {t: treatments["t"].count(t) for t in set(treatments["t"])} == {KEPT: 2, SELECTIVE: 2, WHOLE: 4}
+    assert assignment_of(COSTS, schedule_of(made)) == made
+
+
+@given(steps(), st.integers(0, 400))
+def test_it_fits_or_there_is_none(costs: StepCosts, budget_bytes: int) -> None:
+    made = sampling(costs, budget_bytes)
+    if made is None:
+        return
+    prediction = predict_step(costs, made)
+    assert prediction.peak_bytes <= budget_bytes
+    assert costs.host_limit_bytes is None or prediction.cpu_bytes <= costs.host_limit_bytes
+    schedule_of(made)  # attach takes it
+
+
+def test_a_tight_budget_leaves_out_what_does_not_fit() -> None:
+    least = predict_step(COSTS, sampling(COSTS, 10_000) or {}).peak_bytes
+    made = sampling(COSTS, 150)
+    assert made is not None and least > 150
+    assert sampling(COSTS, 100) is None
+    counted = [cost.treatment for chosen in made.values() for cost in chosen]
+    assert counted.count(WHOLE) > 11
+
+
+def truth(times: float) -> StepCosts:
+    """A device that is slower by so much, and on which feed-forwards take twice as long again."""
+    kinds = {
+        name: BlockKind(
+            k.forward_ms * times,
+            k.backward_ms * times,
+            tuple(
+                replace(cost, extra_backward_ms=cost.extra_backward_ms * times * (2 if cost.treatment == FFN else 1))
+                for cost in k.treatments
+            ),
+        )
+        for name, k in COSTS.kinds.items()
+    }
+    return replace(COSTS, kinds=kinds, other_ms=7.0, source=MEASURED)
+
+
+@pytest.mark.parametrize("times", [0.3, 1.0, 5.0])
+def test_measured_times_take_the_place_of_forecasts(times: float) -> None:
+    real, made = truth(times), sampling(COSTS, 10_000)
+    assert made is not None
+    seen = {}
+    for stack, chosen in made.items():
+        for index, cost in enumerate(chosen):
+            block = real.kinds[COSTS.stacks[stack][index]]
+            there = block.by_way[cost.way]
+            seen[stack, index] = (block.forward_ms, block.backward_ms + there.extra_backward_ms)
+    learnt = corrected(COSTS, list(samples_of(COSTS, made, seen)), 7.0, COSTS.link)
+    assert learnt.source == MEASURED
+    for name, expected in real.kinds.items():
+        found = learnt.kinds[name]
+        assert (found.forward_ms, found.backward_ms) == pytest.approx((expected.forward_ms, expected.backward_ms))
+        for way, cost in expected.by_way.items():
+            assert found.by_way[way].extra_ms == pytest.approx(cost.extra_ms), way
+    assert learnt.plain_ms == pytest.approx(real.plain_ms)
+
+
+def test_what_was_not_sampled_is_corrected_as_like_things_turned_out() -> None:
+    """Kind b was never seen; a was twice as slow as forecast, its recomputation three times."""
+    samples = [Sample("a", KEPT, 8.0, 16.0), Sample("a", WHOLE, 8.0, 16.0 + 12.0)]
+    learnt = corrected(COSTS, samples, 0.0, None)
+    b = learnt.kinds["b"]
+    assert (b.forward_ms, b.backward_ms) == pytest.approx((4.0, 8.0))
+    assert b.by_way[WHOLE, frozenset(), 1].extra_ms == pytest.approx(3 * 2.0)
+    assert b.by_way[WHOLE, frozenset(), 2].extra_ms == pytest.approx(3 * 4.0)
+    assert b.by_way[SELECTIVE, frozenset(), 1].extra_ms == pytest.approx(2 * 1.6)  # as slow as plain blocks
+    assert learnt.link is None
+
+
+def test_what_came_out_faster_than_a_plain_block_takes_no_extra_time() -> None:
+    learnt = corrected(COSTS, [Sample("a", KEPT, 4.0, 8.0), Sample("a", FFN, 3.9, 7.0)], 0.0, COSTS.link)
+    assert learnt.kinds["a"].by_way[FFN, frozenset(), 1].extra_ms == 0.0
