@@ -33,7 +33,7 @@ from lowtide.plan.schedule import Schedule, mixed
 from lowtide.testing import cpu_offload
 from lowtide.units import format_bytes
 
-SETTLED_AFTER = 7
+SETTLED_AFTER = 14
 """Steps after which ``auto`` has measured all that it measures."""
 WORDS = (
     "kept", "kept+attention", "kept+saved", "ffn", "ffn+boundary", "ffn+boundary+attention", "selective",
@@ -156,10 +156,11 @@ def in_a_line(line: dict[str, Any]) -> str:
     if "budget_bytes" in line:
         off = line.get("peak_bytes", 0) / line["predicted_bytes"] - 1
         cold = line["cold"].get("peak_bytes", 0) / line["cold"]["predicted_bytes"] - 1
+        most = format_bytes(line.get("most_reserved_bytes", 0))
         text += (
-            f" of {format_bytes(line['budget_bytes'])}, reserved {format_bytes(line.get('most_reserved_bytes', 0))}; peak "
-            f"over prediction {off:+.1%}, cold {cold:+.1%}; predicted {line['predicted_ms'] / 1e3:.4f} s; "
-            f"{line['mode'] or 'own schedule'}; settled in {line['settled_s']:.1f} s"
+            f" of {format_bytes(line['budget_bytes'])}, reserved {most}; peak over prediction {off:+.1%}, cold "
+            f"{cold:+.1%}; predicted {line['predicted_ms'] / 1e3:.4f} s; {line['mode'] or 'own schedule'}; settled in "
+            f"{line['settled_s']:.1f} s"
         )
     return text
 

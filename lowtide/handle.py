@@ -50,10 +50,11 @@ class Handle:
         blocks = tuple(self._block(number, record) for number, record in enumerate(ledger.records))
         copies = self._store.copies() if self._store is not None else Copies()
         never = {note.subject for note in self._ignored}
+        keeps = ledger.storages is None or ledger.storages.kernels_kept
         return Receipt(
             blocks=blocks,
             copies=copies,
-            inert=tuple(note for note in inert(self.config, blocks, copies) if note.subject not in never),
+            inert=tuple(note for note in inert(self.config, blocks, copies, keeps) if note.subject not in never),
             ignored=self._ignored,
             fallbacks=tuple(Note(name, reason) for name, reason in ledger.fallbacks.items()),
             warnings=tuple(self._warnings()),

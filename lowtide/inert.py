@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from lowtide.controls import CheckpointConfig
-from lowtide.plan.schedule import FFN, IN_SEGMENTS, KEPT, WHOLE
+from lowtide.plan.schedule import FFN, IN_SEGMENTS, KEPT, SELECTIVE, WHOLE
 from lowtide.runtime.receipt import BlockReceipt, Copies, Note
 from lowtide.runtime.unit import NO_FEED_FORWARD
 
@@ -46,8 +46,10 @@ def untreated(config: CheckpointConfig, treatments: Collection[str]) -> Iterator
         yield Note("backend", f"no block is recomputed: {chosen}")
 
 
-def inert(config: CheckpointConfig, blocks: Sequence[BlockReceipt], copies: Copies) -> Iterator[Note]:
-    """What of ``config`` changed nothing in a step, and why."""
+def inert(
+    config: CheckpointConfig, blocks: Sequence[BlockReceipt], copies: Copies, kernels_kept: bool
+) -> Iterator[Note]:
+    """What of ``config`` changed nothing in a step, and why. kernels_kept: whether attention kernels' outputs were."""
     treatments = {block.name: block.treatment.removesuffix("+offload") for block in blocks}
     in_segments = [b for b in blocks if treatments[b.name] in IN_SEGMENTS and b.segment is not None]
     interval, stride = config.interval or 1, config.segment_stride
@@ -59,6 +61,8 @@ def inert(config: CheckpointConfig, blocks: Sequence[BlockReceipt], copies: Copi
     treated = [block for block in blocks if treatments[block.name] != KEPT]
     if treated and not any(block.recompute_calls for block in treated):
         yield Note("backend", "nothing was recomputed in this step: no backward yet, or no block needed a gradient")
+    elif treated and config.scope == SELECTIVE and not kernels_kept:
+        yield Note("backend", "no attention kernel's outputs are kept, so whole blocks are recomputed: see fallbacks")
     if config.offload_attention and config.backend_moves and treated and not copies.d2h_bytes:
         yield Note("backend", _why_nothing_moved(config, blocks))
     if config.offload_attention and set(treatments.values()) == {WHOLE}:

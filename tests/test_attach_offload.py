@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from lowtide import families
+from lowtide.attaching import attach
 from lowtide.controls import CheckpointConfig
 from lowtide.errors import ConfigError, UnsupportedError
-from lowtide.attaching import attach
 from lowtide.measure.build import build_model, open_target
 from lowtide.measure.parity import compare, run_step
 from lowtide.plan.schedule import MOVES, Schedule, mixed

@@ -5,6 +5,7 @@ from typing import Any
 
 import diffusers
 import pytest
+import torch
 from torch import nn
 
 import lowtide
@@ -18,6 +19,7 @@ from lowtide.measure.inspection import inspect_target
 from lowtide.measure.parity import run_step
 from lowtide.runtime.receipt import Receipt
 from lowtide.testing import cpu_offload
+from tests.runtime.toys import Chain
 
 SANA = families.find("sana")
 
@@ -112,3 +114,39 @@ def test_a_backend_that_recomputes_nothing_is_inert(backend: str) -> None:
     )
     planned = inspect_target(open_target("sd15", device="meta"), CheckpointConfig.for_attach(backend, 2))
     assert planned.inert == (note,)
+
+
+class ByHand(nn.Module):
+    """Attention that calls no kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        return self.out((q @ k.transpose(-1, -2)).softmax(dim=-1) @ v)
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(16), ByHand()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.attn(self.norm(x))
+
+
+@pytest.mark.parametrize("backend", ["torch-selective", "unsloth-selective"])
+def test_selective_that_keeps_no_kernel_is_inert(backend: str) -> None:
+    model = Chain([Attending() for _ in range(4)])
+    with cpu_offload(), lowtide.attach(model, backend=backend, offload_min_bytes=1) as handle:
+        for _ in range(2):
+            model(torch.randn(2, 8, 16)).sum().backward()
+            receipt = handle.receipt()
+            assert "backend" in {note.subject for note in receipt.inert}
+            reason = "no attention kernel's outputs are kept, so whole blocks are recomputed: see fallbacks"
+            assert reason in {note.reason for note in receipt.inert}
+            assert len(receipt.fallbacks) == 4
+    kept = receipt_of(build_model(SANA), backend=backend)
+    assert not any("kernel" in note.reason for note in kept.inert)

@@ -28,6 +28,7 @@ from lowtide.auto.planner import Planner, in_short, size_of
 from lowtide.controls import CheckpointConfig
 from lowtide.errors import ConfigError
 from lowtide.handle import Handle, attach_as, rows_for
+from lowtide.measure.meter import meter_of
 from lowtide.measure.probe import Probed, StepProbe
 from lowtide.plan.schedule import Schedule, keep_all
 from lowtide.plan.solve import Plan
@@ -38,8 +39,9 @@ from lowtide.runtime.swap import intercept, release
 
 _log = logging.getLogger("lowtide")
 
-Steps = Generator[None, Probed | None]
-"""What is left of measuring: at each ``yield`` a step runs, and what it showed comes back."""
+Steps = Generator[bool, Probed | None]
+"""What is left of measuring: at each ``yield`` a step runs, and what it showed comes back. What is yielded says whether
+the memory of each block is to be seen."""
 
 _TIMED = 2
 """Steps of a candidate that count. The first under any schedule counts bytes, which takes time of its own."""
@@ -83,6 +85,11 @@ class AutoHandle:
     def schedule(self) -> Schedule:
         """What runs now."""
         return self._handle.schedule
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is measured any more: the schedule stays, until a larger forward than any before comes."""
+        return self.plan is not None and self._steps is None
 
     def receipt(self) -> Receipt:
         """What ran in the last step. Valid once its backward is done."""
@@ -129,11 +136,11 @@ class AutoHandle:
         if self._steps is None:
             return
         try:
-            self._steps.send(seen)
+            each = self._steps.send(seen)
         except StopIteration:
             self._steps = None
         else:
-            self._probe = StepProbe(self.stacks, self._device).start()
+            self._probe = StepProbe(self.stacks, self._device, meter_of(self._device), each).start()
 
     def _stop_probe(self) -> Probed | None:
         """What the last step of the largest size showed."""
@@ -170,15 +177,17 @@ class AutoHandle:
 
     def _measuring(self, planner: Planner) -> Steps:
         plan = self._take(planner.plan(careful=True))
-        planner.learn_peak(plan.schedule, (yield))
+        planner.learn_peak(plan.schedule, (yield False))
         sample = planner.sampling()
         if sample is None or plan.leaves_off:
             plan = self._take(self._candidate(planner) or plan)
         if sample is None or plan.leaves_off:
             return
         self._change(sample)
-        planner.learn_peak(sample, (yield))
-        planner.learn_times(sample, (yield))
+        seen = yield True
+        planner.learn_bytes(sample, seen)
+        planner.learn_peak(sample, seen)
+        planner.learn_times(sample, (yield False))
         tried: list[tuple[float, Plan]] = []
         for moving in (True, True, False):
             made = self._candidate(planner, moving)
@@ -196,12 +205,12 @@ class AutoHandle:
             return None
 
     @staticmethod
-    def _try(planner: Planner, plan: Plan) -> Generator[None, Probed | None, float]:
+    def _try(planner: Planner, plan: Plan) -> Generator[bool, Probed | None, float]:
         """Milliseconds of the quickest of a few steps under a plan that is attached; infinite if none was complete."""
-        planner.learn_peak(plan.schedule, (yield))
+        planner.learn_peak(plan.schedule, (yield False))
         times_ms = []
         for _ in range(_TIMED):
-            seen = yield
+            seen = yield False
             planner.learn_peak(plan.schedule, seen)
             times_ms += [seen.step_ms] if seen is not None else []
         if times_ms:

@@ -19,7 +19,7 @@ from lowtide.measure.residents import residents
 from lowtide.plan.assignment import assignment_of, schedule_of
 from lowtide.plan.costs import StepCosts
 from lowtide.plan.predict_step import predict_step
-from lowtide.plan.sampling import corrected, samples_of, sampling, with_copies_taking
+from lowtide.plan.sampling import bytes_of, corrected, samples_of, sampling, with_bytes, with_copies_taking
 from lowtide.plan.schedule import Schedule
 from lowtide.plan.solve import Plan, smallest_peak, solve
 from lowtide.runtime.flatten import tensors_of
@@ -89,10 +89,18 @@ class Planner:
         """Correct times by a step that ran under ``sampling``."""
         if probed is None:
             return
-        times = {block: (time.forward_ms, time.backward_ms) for block, time in probed.blocks.items()}
+        times = {block: (time.forward_ms, time.backward_ms) for block, time in probed.times.items()}
         samples = list(samples_of(self._known, assignment_of(self._known, schedule), times))
         other_ms = max(0.0, probed.step_ms - sum(map(sum, times.values())))
         self.costs = corrected(self._known, samples, other_ms, self._known.link)
+
+    def learn_bytes(self, schedule: Schedule, probed: Probed | None) -> None:
+        """Correct bytes by a step that ran under ``sampling``."""
+        if probed is None or not probed.memory:
+            return
+        memory = {block: (one.kept_bytes, one.working_bytes) for block, one in probed.memory.items()}
+        seen = list(bytes_of(self._known, assignment_of(self._known, schedule), memory))
+        self.costs = with_bytes(self._known, seen)
 
     def learn_peak(self, schedule: Schedule, probed: Probed | None) -> None:
         """Put the error of the predicted peak down to what lies there throughout, the largest of the steps under one

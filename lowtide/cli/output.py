@@ -2,12 +2,13 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import typer
 from rich.console import Console, RenderableType
+from rich.markup import escape
 
 
 def show(*results: RenderableType) -> None:
@@ -32,6 +33,13 @@ def working() -> Iterator[None]:
     """While a command works, what libraries print goes to stderr: stdout is for the result."""
     with redirect_stdout(sys.stderr):
         yield
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """While a command works, a line on stderr that says at what: yields what sets it. Only on a terminal."""
+    with Console(stderr=True).status("") as status:
+        yield lambda text: status.update(f"[dim]{escape(text)} …")
 
 
 def count_in_words(count: int) -> str:

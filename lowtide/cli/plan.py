@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lowtide.cli.options import AsJson, Target
-from lowtide.cli.output import count_in_words, say, show, show_json, working
+from lowtide.cli.output import count_in_words, progress, say, show, show_json, working
 from lowtide.errors import ConfigError
 from lowtide.units import format_bytes, parse_bytes
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _CARD_WITHOUT_ONE = "RTX 4090"
 _HOST_SHARE = 0.6
+_RANK = 16
 
 Budget = Annotated[
     str,
@@ -26,7 +27,9 @@ Budget = Annotated[
 Resolution = Annotated[str | None, typer.Option(metavar="N|WxH", help="Of pictures or frames, in pixels.")]
 Frames = Annotated[int | None, typer.Option(metavar="N", min=1, help="Of a video.")]
 Batch = Annotated[int | None, typer.Option(metavar="N", min=1, help="Samples in a step.")]
-Rank = Annotated[int, typer.Option("--lora-rank", metavar="N", min=1, help="Of the LoRA that is trained.")]
+Rank = Annotated[
+    int | None, typer.Option("--lora-rank", metavar="N", min=1, help="Of the LoRA that is trained. Default: 16.")
+]
 Full = Annotated[bool, typer.Option("--full", help="All weights are trained, instead of a LoRA.")]
 CardName = Annotated[
     str | None,
@@ -48,7 +51,7 @@ def plan(
     resolution: Resolution = None,
     frames: Frames = None,
     batch: Batch = None,
-    lora_rank: Rank = 16,
+    lora_rank: Rank = None,
     full: Full = False,
     card: CardName = None,
     host_memory: HostMemory = None,
@@ -57,13 +60,13 @@ def plan(
     json: AsJson = False,
 ) -> None:
     """Choose each block's treatment for a VRAM budget, and explain it. Exit code 1 where nothing fits."""
-    with working():
+    with working(), progress() as told:
         from lowtide.measure.planning import Wish, plan_for
 
         chosen = _card(card)
         sizes = _sizes(resolution, frames, batch)
-        wish = Wish(target, _budget(budget, chosen), chosen, sizes, None if full else lora_rank, _host(host_memory))
-        planned = plan_for(wish, fits=not no_fits)
+        wish = Wish(target, _budget(budget, chosen), chosen, sizes, _rank(lora_rank, full), _host(host_memory))
+        planned = plan_for(wish, fits=not no_fits, told=told)
     if save is not None and planned.plan is not None:
         _write(save, planned)
     if json:
@@ -72,6 +75,12 @@ def plan(
         show(*_in_words(planned))
     if planned.plan is None:
         raise typer.Exit(1)
+
+
+def _rank(lora_rank: int | None, full: bool) -> int | None:
+    if full and lora_rank is not None:
+        raise ConfigError("--lora-rank is of a LoRA, and --full trains all weights: leave out one of them")
+    return None if full else lora_rank or _RANK
 
 
 def _card(name: str | None) -> "Card":
@@ -87,10 +96,15 @@ def _card(name: str | None) -> "Card":
 
 
 def _budget(text: str, card: "Card") -> int:
-    if text.strip().lower() != "auto":
-        return parse_bytes(text)
+    from lowtide.keys import Budget as AllowedBudget
     from lowtide.measure.device import available_bytes, budget_within
 
+    try:
+        budget = AllowedBudget()(text)
+    except ConfigError as error:
+        raise ConfigError(f"--budget {error}") from None
+    if isinstance(budget, int):
+        return budget
     free = available_bytes()
     return budget_within(card.memory_bytes if free is None else free)
 
@@ -122,10 +136,8 @@ def _write(path: Path, planned: "Planned") -> None:
     from lowtide.plan.saved_plan import save_plan
 
     assert planned.plan is not None
-    conditions = {"model": planned.label, "card": planned.wish.card.name}
-    sizes = {name: str(value) for name, value in planned.sizes.items()}
-    save_plan(path, planned.plan, {**conditions, **sizes})
-    say(f"The plan is in {path}.")
+    save_plan(path, planned.plan, planned.conditions)
+    say(f"The plan is in {path}. It is for {planned.trained_text}, and the sizes above: with more, the peak is higher.")
 
 
 def _in_words(planned: "Planned") -> Iterator[str]:
@@ -133,6 +145,7 @@ def _in_words(planned: "Planned") -> Iterator[str]:
 
     yield _heading(planned)
     yield _residents(planned)
+    yield from planned.warnings
     if planned.plan is not None:
         yield f"\n{in_words(planned.plan)}"
     if planned.refusal is not None:
@@ -140,14 +153,20 @@ def _in_words(planned: "Planned") -> Iterator[str]:
     if planned.fits:
         yield f"\nWhat would just fit in {format_bytes(planned.wish.budget_bytes)}, each with all else unchanged:"
     for fit in planned.fits:
-        yield f"  {fit.name}: {fit.largest} (asked: {fit.asked})" if fit.largest[0] != "0" else f"  {fit.name}: none"
+        least = "at least " if fit.at_least else ""
+        yield (
+            f"  {fit.name}: {least}{fit.largest} (asked: {fit.asked})"
+            if fit.largest[0] != "0"
+            else f"  {fit.name}: none"
+        )
 
 
 def _heading(planned: "Planned") -> str:
     told = {name: planned.sizes[name] for name in ("B", "FR", "W", "H") if name in planned.sizes}
     sizes = ", ".join(f"{_WORDS[name]} {value}" for name, value in told.items())
-    rank = planned.wish.rank
-    trained = "all weights" if rank is None else f"LoRA {rank} ({count_in_words(planned.trained)})"
+    trained = planned.trained_text
+    if planned.wish.rank is not None:
+        trained += f" ({count_in_words(planned.trained)})"
     return (
         f"{planned.label}, {count_in_words(planned.parameters)} parameters; {sizes}; trained: {trained}; times as on "
         f"{planned.wish.card.name}"

@@ -1,8 +1,8 @@
 """What graphics cards do in practice, for forecasts where there is none to measure on.
 
 flops_per_s: of bf16 transformer blocks in eager mode, attention included; about half to two thirds of a data sheet's
-dense figure. memory_bytes_per_s: data sheet. link: pinned copies over the card's PCIe generation. A measured figure is
-always better: ``lowtide plan`` says which it used.
+dense figure. memory_bytes_per_s: data sheet. link: pinned copies over the card's PCIe generation and lanes. A measured
+figure is always better: ``lowtide plan`` says which it used.
 """
 
 import difflib
@@ -13,6 +13,7 @@ from lowtide.errors import ConfigError
 from lowtide.plan.costs import LinkRates
 
 _GEN3, _GEN4, _GEN5 = (LinkRates(rate, rate) for rate in (11.5, 23.5, 51.0))
+_GEN4_X8, _GEN5_X8 = (LinkRates(rate, rate) for rate in (11.5, 25.0))
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,13 @@ _GIB = 2**30
 CARDS = (
     Card("RTX 3060 12GB", 12 * _GIB, 25e12, 360e9, _GEN4),
     Card("RTX 3090", 24 * _GIB, 70e12, 936e9, _GEN4),
-    Card("RTX 4060 Ti 16GB", 16 * _GIB, 44e12, 288e9, _GEN4),
+    Card("RTX 4060", 8 * _GIB, 30e12, 272e9, _GEN4_X8),
+    Card("RTX 4060 Ti 16GB", 16 * _GIB, 44e12, 288e9, _GEN4_X8),
+    Card("RTX 4070", 12 * _GIB, 58e12, 504e9, _GEN4),
     Card("RTX 4070 Ti SUPER", 16 * _GIB, 88e12, 672e9, _GEN4),
     Card("RTX 4080", 16 * _GIB, 97e12, 717e9, _GEN4),
     Card("RTX 4090", 24 * _GIB, 165e12, 1008e9, _GEN4),
+    Card("RTX 5060 Ti 16GB", 16 * _GIB, 47e12, 448e9, _GEN5_X8),
     Card("RTX 5070 Ti", 16 * _GIB, 88e12, 896e9, _GEN5),
     Card("RTX 5080", 16 * _GIB, 112e12, 960e9, _GEN5),
     Card("RTX 5090", 32 * _GIB, 210e12, 1792e9, _GEN5),
@@ -52,19 +56,49 @@ CARDS = (
 )
 
 
+_MAKERS = {"nvidia", "geforce", "tesla", "quadro", "rtx", "gpu"}
+_FORMS = {
+    "sxm2",
+    "sxm4",
+    "sxm5",
+    "pcie",
+    "hbm2",
+    "hbm2e",
+    "hbm3",
+    "hbm3e",
+    "blackwell",
+    "workstation",
+    "server",
+    "edition",
+}
+_MEMORY = re.compile(r"(\d+)gi?b")
+
+
 def find_card(name: str) -> Card:
-    """By name; case, spaces, dashes and the maker's words are ignored. Raises ConfigError: names the nearest."""
-    known = {_plain(card.name): card for card in CARDS}
-    wanted = _plain(name)
-    if wanted in known:
-        return known[wanted]
-    within = [card for key, card in known.items() if wanted and (key in wanted or wanted in key)]
-    if len(within) == 1:
-        return within[0]
-    near = [known[key].name for key in difflib.get_close_matches(wanted, known, n=3, cutoff=0.4)]
+    """By name, exactly: only case, dashes, the maker's words and those for how it is built in are ignored.
+
+    The memory need be named only where there is a choice. Raises ConfigError: names those that may be meant.
+    """
+    words, memory_gib = _words(name)
+    alike = [card for card in CARDS if _words(card.name)[0] == words]
+    found = [card for card in alike if memory_gib in (None, card.memory_bytes // _GIB)]
+    if len(found) == 1:
+        return found[0]
+    near = [card.name for card in alike or _near(words)]
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
     raise ConfigError(f"unknown card {name!r}.{hint} Known: {', '.join(card.name for card in CARDS)}")
 
 
-def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla", "", name.lower())
+def _words(name: str) -> tuple[str, int | None]:
+    """What tells a card from others, and its memory in GiB, if the name says it."""
+    text = re.sub(r"(\d+)\s+(gi?b)\b", r"\1\2", name.lower())
+    words = re.findall(r"[a-z0-9]+", re.sub(r"(?<=\d)(ti|super)\b", r" \1", text))
+    memory = [int(match[1]) for word in words if (match := _MEMORY.fullmatch(word))]
+    told = [word for word in words if word not in _MAKERS | _FORMS and not _MEMORY.fullmatch(word)]
+    return "".join(told).removeprefix("rtx"), memory[0] if memory else None
+
+
+def _near(words: str) -> list[Card]:
+    known = {_words(card.name)[0]: card for card in CARDS}
+    within = [card for key, card in known.items() if words and (words in key or key in words)]
+    return within or [known[key] for key in difflib.get_close_matches(words, known, n=3, cutoff=0.4)]

@@ -1,19 +1,22 @@
-"""Watches one real step, forward and backward: how long each block takes, and how much memory it has taken at most.
+"""Watches one real step, forward and backward: how long each block takes, and what memory.
 
 Marks are events of the device's stream where there is one, so that nothing waits; they are read when the step is over.
 Backward has no hooks at a block's ends: a block's backward begins when the gradient of its output is there, and lasts
-until the next block's begins.
+until the next block's begins. The allocator's figures are the host's, in the order in which it issues work, so they
+need no waiting either; reading them takes time, though, so they are left out where time counts.
 """
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from lowtide.measure.meter import Meter
 from lowtide.runtime.flatten import tensors_of
 from lowtide.runtime.resolve import ResolvedStack
 
@@ -29,39 +32,77 @@ class BlockTime:
 
 
 @dataclass(frozen=True)
-class Probed:
-    """One step. blocks: by stack and index. step_ms: from the first block's forward to the end of backward.
+class BlockMemory:
+    """Bytes of one block. kept: by how much its forward raised what is allocated. working: what its backward had at
+    most above what was there before the gradient of its output was."""
 
-    peak_bytes, reserved_bytes: the most that the allocator had given out, and taken, over the blocks; None on the CPU.
+    kept_bytes: int
+    working_bytes: int
+
+
+@dataclass(frozen=True)
+class Probed:
+    """One step. times, memory: by stack and index. step_ms: from the first block's forward to the end of backward.
+
+    peak_bytes, reserved_bytes: the most that the allocator had given out, and taken, over the blocks. Without a meter
+    there is no memory, and the two are None.
     """
 
-    blocks: Mapping[Block, BlockTime]
+    times: Mapping[Block, BlockTime]
+    memory: Mapping[Block, BlockMemory]
     step_ms: float
     peak_bytes: int | None
     reserved_bytes: int | None
 
 
+@dataclass
+class _Seen:
+    """Of one block: marks, and bytes allocated, at the two ends of its forward and at the beginning of its backward.
+
+    gradient_bytes: of its output's gradient. most_bytes: until the next block's backward began.
+    """
+
+    start: Any
+    before_bytes: int
+    end: Any = None
+    after_bytes: int = 0
+    backward: Any = None
+    begin_bytes: int = 0
+    gradient_bytes: int = 0
+    most_bytes: int = 0
+
+
+@dataclass
+class _Peak:
+    """Of the whole step, from the meter's pieces of it."""
+
+    peak_bytes: int = 0
+    reserved_bytes: int = 0
+
+
+@dataclass
 class StepProbe:
     """Hooks on every block from ``start`` to ``stop``. One forward and its backward run between them.
 
-    It resets the device's peak statistics at its start: what others read of them begins there.
+    meter: of the device; None: no memory is measured. each: that of each block, too; the meter is then reset at every
+    block's backward, else at the start only.
     """
 
-    def __init__(self, stacks: Sequence[ResolvedStack], device: torch.device) -> None:
-        self._stacks = stacks
-        self._mark = _marks_of(device)
-        self._memory = torch.cuda if device.type == "cuda" else None
-        self._hooks: list[RemovableHandle] = []
-        self._forward: dict[Block, tuple[Any, Any]] = {}
-        self._began: dict[Block, Any] = {}
-        self._order: list[tuple[Block, Any]] = []
-        self._end: Any = None
-        self._peaks: tuple[int | None, int | None] = (None, None)
+    stacks: Sequence[ResolvedStack]
+    device: torch.device
+    meter: Meter | None = None
+    each: bool = False
+    _hooks: list[RemovableHandle] = field(default_factory=list)
+    _seen: dict[Block, _Seen] = field(default_factory=dict)
+    _order: list[Block] = field(default_factory=list)
+    _end: Any = None
+    _whole: _Peak = field(default_factory=_Peak)
 
     def start(self) -> "StepProbe":
-        if self._memory is not None:
-            self._memory.reset_peak_memory_stats()
-        for stack in self._stacks:
+        self._mark = _marks_of(self.device)
+        if self.meter is not None:
+            self.meter.reset()
+        for stack in self.stacks:
             for index, (_, block) in enumerate(stack.blocks):
                 self._hooks += self._watched((stack.name, index), block)
         return self
@@ -71,47 +112,85 @@ class StepProbe:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        if self._end is None or not self._order or len(self._order) < len(self._forward):
+        forwards = [seen for seen in self._seen.values() if seen.end is not None]
+        if self._end is None or not self._order or len(self._order) < len(forwards):
             return None
-        first = next(iter(self._forward.values()))[0]
-        return Probed(dict(self._times()), _ms(first, self._end), *self._peaks)
+        step_ms = _ms(forwards[0].start, self._end)
+        times = dict(self._times())
+        if self.meter is None:
+            return Probed(times, {}, step_ms, None, None)
+        memory = dict(self._memory()) if self.each else {}
+        return Probed(times, memory, step_ms, self._whole.peak_bytes, self._whole.reserved_bytes)
 
     def _times(self) -> Iterator[tuple[Block, BlockTime]]:
-        ends = [mark for _, mark in self._order[1:]] + [self._end]
-        for (block, begin), end in zip(self._order, ends, strict=True):
-            yield block, BlockTime(_ms(*self._forward[block]), _ms(begin, end))
+        ends = [self._seen[name].backward for name in self._order[1:]] + [self._end]
+        for name, end in zip(self._order, ends, strict=True):
+            seen = self._seen[name]
+            yield name, BlockTime(_ms(seen.start, seen.end), _ms(seen.backward, end))
+
+    def _memory(self) -> Iterator[tuple[Block, BlockMemory]]:
+        for name in self._order:
+            seen = self._seen[name]
+            working = seen.most_bytes - seen.begin_bytes + seen.gradient_bytes
+            yield name, BlockMemory(max(0, seen.after_bytes - seen.before_bytes), working)
 
     def _watched(self, name: Block, block: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
-        def before(module: nn.Module, args: Any) -> None:
-            if not _in_backward():
-                self._began.setdefault(name, self._mark())
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if _in_backward() or name in self._forward:
-                return
-            given = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
-            if given:
-                self._forward[name] = (self._began[name], self._mark())
-            for tensor in given:
-                tensor.register_hook(lambda gradient: self._begin_backward(name))
-
         return (
-            block.register_forward_pre_hook(before, prepend=True),
-            block.register_forward_hook(after),
+            block.register_forward_pre_hook(functools.partial(self._before, name), prepend=True),
+            block.register_forward_hook(functools.partial(self._after, name)),
         )
 
-    def _begin_backward(self, name: Block) -> None:
-        if any(name == known for known, _ in self._order):
+    def _before(self, name: Block, module: nn.Module, args: Any) -> None:
+        if not _in_backward() and name not in self._seen:
+            self._seen[name] = _Seen(self._mark(), self._allocated())
+
+    def _after(self, name: Block, module: nn.Module, args: Any, output: Any) -> None:
+        seen = self._seen.get(name)
+        if _in_backward() or seen is None or seen.end is not None:
+            return
+        given = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+        if given:
+            seen.end, seen.after_bytes = self._mark(), self._allocated()
+        for tensor in given:
+            tensor.register_hook(functools.partial(self._begin_backward, name))
+
+    def _begin_backward(self, name: Block, gradient: torch.Tensor) -> None:
+        seen = self._seen[name]
+        seen.gradient_bytes += gradient.nbytes
+        if seen.backward is not None:
             return
         if not self._order:
-            queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
-            queue(self._finish)
-        self._order.append((name, self._mark()))
+            self._finish_at_the_end()
+        elif self.each:
+            self._close(self._order[-1])
+        seen.backward, seen.begin_bytes = self._mark(), self._allocated()
+        self._order.append(name)
+
+    def _finish_at_the_end(self) -> None:
+        if self.meter is not None and self.each:
+            self._note(self.meter)
+        queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+        queue(self._finish)
 
     def _finish(self) -> None:
+        self._close(self._order[-1])
         self._end = self._mark()
-        if self._memory is not None:
-            self._peaks = self._memory.max_memory_allocated(), self._memory.max_memory_reserved()
+
+    def _close(self, name: Block) -> None:
+        """Its backward is over."""
+        if self.meter is not None:
+            self._seen[name].most_bytes = self._note(self.meter)
+
+    def _note(self, meter: Meter) -> int:
+        """The peak since the last one, which becomes part of the step's."""
+        peak_bytes = meter.peak()
+        self._whole.peak_bytes = max(self._whole.peak_bytes, peak_bytes)
+        self._whole.reserved_bytes = max(self._whole.reserved_bytes, meter.reserved_peak())
+        meter.reset()
+        return peak_bytes
+
+    def _allocated(self) -> int:
+        return self.meter.allocated() if self.meter is not None and self.each else 0
 
 
 def _in_backward() -> bool:

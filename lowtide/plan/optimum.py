@@ -1,16 +1,19 @@
 """The best of all treatments of all blocks: one search for each number of bytes that may be in flight, best first."""
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from lowtide.plan.assignment import Assignment, in_flight_bytes_for
 from lowtide.plan.costs import StepCosts, TreatmentCost
 from lowtide.plan.fewest import fewest_bytes, lowest_peak
+from lowtide.plan.linear import Tableau
 from lowtide.plan.place import placed
 from lowtide.plan.predict_step import lane_out, net_out_ms
-from lowtide.plan.search import MOST_LIMITED, MOST_STATES, Search, ways_of
+from lowtide.plan.relaxed import Limits, Relaxed
+from lowtide.plan.search import MOST_WORK, Search
 from lowtide.plan.ways import RunWays, ways_of_runs
 
 Found = TypeVar("Found")
@@ -20,7 +23,7 @@ Found = TypeVar("Found")
 class Optimum:
     """assignment: None: none adds less than what had to be beaten.
 
-    states: how many partial choices were looked at. within_ms: 0 where this is proven to be the best; where the search
+    states: how many programs were solved. within_ms: 0 where this is proven to be the best; where the search
     was stopped, no choice is quicker by more than this.
     """
 
@@ -29,38 +32,29 @@ class Optimum:
     within_ms: float
 
 
-def quickest(costs: StepCosts, budget_bytes: int, best_ms: float, most_states: int = MOST_STATES) -> Optimum:
+def quickest(costs: StepCosts, budget_bytes: int, best_ms: float, most_work: int = MOST_WORK) -> Optimum:
     """The assignment within the budget that adds the least time, if that is less than ``best_ms``.
 
-    most_states: at which the searches are stopped, but for a first look at each.
+    most_work: see search.MOST_WORK.
     """
-    if _binding_host_limit(costs) is not None:
-        most_states = min(most_states, MOST_LIMITED)
-    found: Search | None = None
-    searches: list[tuple[float, Search]] = []
+    search = Search(best_ms, most_work)
 
-    def bounded(least_bytes: int, most_bytes: int) -> tuple[float, Search]:
-        search = _search(costs, budget_bytes, least_bytes, most_bytes, best_ms, most_states)
-        return search.least_ms(), search
+    def bounded(least_bytes: int, most_bytes: int) -> tuple[float, tuple[Relaxed, Tableau] | None]:
+        relaxed = _relaxed(costs, budget_bytes, least_bytes, most_bytes)
+        if lowest_peak(relaxed.runs, None) > relaxed.limits.room_bytes:
+            return math.inf, None
+        tableau = search.solved(relaxed)
+        return tableau.least, (relaxed, tableau)
 
-    for least_ms, search in _best_first(_in_flight_sizes(costs), bounded):
-        if least_ms >= best_ms:
-            break
-        searches.append((least_ms, search))
-        search.best_ms = best_ms
-        search.among_few()
-        if search.best_ms < best_ms:
-            best_ms, found = search.best_ms, search
-    for least_ms, search in searches:
-        if least_ms < best_ms:
-            used = sum(other.states for _, other in searches)
-            search.best_ms, search.most_states = best_ms, search.states + max(0, most_states - used)
-            search.among_all()
-            if search.best_ms < best_ms:
-                best_ms, found = search.best_ms, search
-    within_ms = max((best_ms - least_ms for least_ms, search in searches if search.stopped), default=0.0)
-    assignment = _placed(costs, found) if found is not None else None
-    return Optimum(assignment, sum(search.states for _, search in searches), max(0.0, within_ms))
+    sizes = _BestFirst(_in_flight_sizes(costs), bounded)
+    while not search.stopped and min(sizes.bound, search.least_ms) < search.to_beat_ms:
+        if search.least_ms <= sizes.bound:
+            search.follow()
+        elif (found := sizes.next()) is not None:
+            search.add(*found)
+    least_ms = min(sizes.bound, search.least_ms)
+    within_ms = max(0.0, search.best_ms - least_ms) if least_ms < search.to_beat_ms else 0.0
+    return Optimum(None if search.best is None else _placed(costs, *search.best), search.states, within_ms)
 
 
 def smallest(costs: StepCosts) -> Assignment:
@@ -71,51 +65,51 @@ def smallest(costs: StepCosts) -> Assignment:
         runs = ways_of_runs(costs, most_bytes)
         return least_bytes + lowest_peak(runs, limit_bytes), runs
 
-    _, runs = next(_best_first(_in_flight_sizes(costs), bounded))
+    sizes, runs = _BestFirst(_in_flight_sizes(costs), bounded), None
+    while runs is None:
+        runs = sizes.next()
     chosen = [way.cost for way in fewest_bytes(runs, limit_bytes)]
     return {name: tuple(_taken(chosen, len(kinds))) for name, kinds in costs.stacks.items()}
 
 
-def _search(
-    costs: StepCosts, budget_bytes: int, least_bytes: int, most_bytes: int, best_ms: float, most_states: int
-) -> Search:
-    """A search whose bytes in flight lie between two values: where they differ, one that may promise too much."""
+def _relaxed(costs: StepCosts, budget_bytes: int, least_bytes: int, most_bytes: int) -> Relaxed:
+    """For bytes in flight between two values: where they differ, it may promise too much."""
     lane = lane_out(costs, most_bytes)
-    return Search(
-        runs=ways_of_runs(costs, most_bytes),
-        in_flight_bytes=most_bytes,
-        room_bytes=budget_bytes - costs.resident_bytes - least_bytes,
-        cpu_bytes=_binding_host_limit(costs),
-        start_ms=lane.left_ms,
-        bound_ms=lane.bound_ms,
-        best_ms=best_ms,
-        most_states=most_states,
-    )
+    room_bytes = budget_bytes - costs.resident_bytes - least_bytes
+    limits = Limits(room_bytes, _binding_host_limit(costs), lane.left_ms, lane.bound_ms)
+    return Relaxed(ways_of_runs(costs, most_bytes), limits)
 
 
-def _best_first(
-    sizes: Sequence[int], bounded: Callable[[int, int], tuple[float, Found]]
-) -> Iterator[tuple[float, Found]]:
+class _BestFirst(Generic[Found]):
     """What is found for each size, by rising bounds.
 
     bounded: a bound for all sizes between two, and what is found there. So whole ranges of sizes wait together, and
     those that promise too little are never looked at one by one.
     """
-    heap: list[tuple[float, int, int, Found]] = []
 
-    def push(first: int, last: int) -> None:
-        bound, found = bounded(sizes[first], sizes[last])
-        heapq.heappush(heap, (bound, first, last, found))
+    def __init__(self, sizes: Sequence[int], bounded: Callable[[int, int], tuple[float, Found]]) -> None:
+        self._sizes, self._bounded = sizes, bounded
+        self._heap: list[tuple[float, int, int, Found]] = []
+        self._push(0, len(sizes) - 1)
 
-    push(0, len(sizes) - 1)
-    while heap:
-        bound, first, last, found = heapq.heappop(heap)
+    @property
+    def bound(self) -> float:
+        """Of what is left."""
+        return self._heap[0][0] if self._heap else math.inf
+
+    def next(self) -> Found | None:
+        """What is found for the size of the lowest bound; None: it lies in a range, of which it is nearer now."""
+        _, first, last, found = heapq.heappop(self._heap)
         if first == last:
-            yield bound, found
-        else:
-            middle = (first + last) // 2
-            push(first, middle)
-            push(middle + 1, last)
+            return found
+        middle = (first + last) // 2
+        self._push(first, middle)
+        self._push(middle + 1, last)
+        return None
+
+    def _push(self, first: int, last: int) -> None:
+        bound, found = self._bounded(self._sizes[first], self._sizes[last])
+        heapq.heappush(self._heap, (bound, first, last, found))
 
 
 def _in_flight_sizes(costs: StepCosts) -> list[int]:
@@ -133,14 +127,14 @@ def _binding_host_limit(costs: StepCosts) -> int | None:
     return limit_bytes if limit_bytes is not None and all_bytes > limit_bytes else None
 
 
-def _placed(costs: StepCosts, search: Search) -> Assignment:
-    chosen = [way.cost for way in ways_of(search.best)][::-1]
+def _placed(costs: StepCosts, relaxed: Relaxed, counts: Sequence[int]) -> Assignment:
+    chosen = [way.cost for way in relaxed.ways(counts)]
     found: dict[str, tuple[TreatmentCost, ...]] = dict.fromkeys(costs.stacks, ())
     held_bytes = 0
     for run in costs.runs:
         treatments, last = _taken(chosen, run.depth), run is costs.runs[-1]
         crowded = any(cost.moves and net_out_ms(costs, run, cost) > 0 for cost in treatments)
-        ordered = placed(treatments, search.room_bytes, held_bytes, spread=crowded, last=last)
+        ordered = placed(treatments, relaxed.limits.room_bytes, held_bytes, spread=crowded, last=last)
         held_bytes += sum(cost.kept_bytes for cost in ordered)
         found[run.stack] = (*found[run.stack], *ordered)
     return found

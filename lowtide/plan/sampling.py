@@ -7,12 +7,14 @@ training step like any other: its gradients are those of a plain run.
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from lowtide.plan.assignment import Assignment, without_last_move
 from lowtide.plan.costs import MEASURED, BlockKind, LinkRates, StepCosts, TreatmentCost
 from lowtide.plan.predict_step import predict_step
 from lowtide.plan.schedule import BOUNDARY, FFN, KEPT, SELECTIVE, WHOLE
 
+_T = TypeVar("_T")
 SAMPLED = (KEPT, FFN, SELECTIVE, WHOLE)
 """What takes a time of its own; what moves beside it does not change that."""
 _MOST_A_TREATMENT = 3
@@ -56,6 +58,50 @@ def corrected(costs: StepCosts, samples: Sequence[Sample], other_ms: float, link
     found = _Samples(costs, samples)
     kinds = {name: found.corrected(name, kind) for name, kind in costs.kinds.items()}
     return replace(costs, kinds=kinds, other_ms=other_ms, link=link, source=MEASURED)
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """What one block of a kind took under a treatment. kept_bytes: on the device; None where something of it moved.
+    error_bytes: by how much its backward needed more than was predicted."""
+
+    kind: str
+    treatment: str
+    kept_bytes: int | None
+    error_bytes: int
+
+
+def bytes_of(
+    costs: StepCosts, assignment: Assignment, memory: Mapping[tuple[str, int], tuple[int, int]]
+) -> Iterator[Bytes]:
+    """What a step under ``assignment`` says. memory: kept and working bytes of each block, by stack and index."""
+    for kind, cost, (kept_bytes, working_bytes) in _alone(costs, assignment, memory):
+        error_bytes = working_bytes - cost.working_bytes
+        yield Bytes(kind, cost.treatment, None if cost.moves else kept_bytes, error_bytes)
+
+
+def with_bytes(costs: StepCosts, seen: Sequence[Bytes]) -> StepCosts:
+    """The same costs with measured bytes, medians of each kind and treatment; working sets are corrected by the error,
+    whatever moves and however many blocks are recomputed together."""
+    kinds = {
+        name: replace(kind, treatments=tuple(_with_bytes(cost, name, seen) for cost in kind.treatments))
+        for name, kind in costs.kinds.items()
+    }
+    return replace(costs, kinds=kinds)
+
+
+def _with_bytes(cost: TreatmentCost, kind: str, seen: Sequence[Bytes]) -> TreatmentCost:
+    like = [one for one in seen if (one.kind, one.treatment) == (kind, cost.treatment)]
+    kept = [one.kept_bytes for one in like if one.kept_bytes is not None]
+    if not like:
+        return cost
+    working_bytes = max(0, cost.working_bytes + statistics.median_low([one.error_bytes for one in like]))
+    measured = kept and not cost.moves and cost.blocks == 1
+    return replace(
+        cost,
+        kept_bytes=statistics.median_low(kept) if measured else cost.kept_bytes,
+        working_bytes=working_bytes,
+    )
 
 
 def with_copies_taking(costs: StepCosts, ms_per_byte: float) -> StepCosts:
@@ -142,11 +188,19 @@ def samples_of(
     costs: StepCosts, assignment: Assignment, times: Mapping[tuple[str, int], tuple[float, float]]
 ) -> Iterator[Sample]:
     """What a step under ``assignment`` says. times: forward and backward of each block, in ms, by stack and index."""
+    for kind, cost, seen in _alone(costs, assignment, times):
+        yield Sample(kind, cost.treatment, *seen)
+
+
+def _alone(
+    costs: StepCosts, assignment: Assignment, seen: Mapping[tuple[str, int], _T]
+) -> Iterator[tuple[str, TreatmentCost, _T]]:
+    """Kind and treatment of every block that is in no segment with others, and what was seen of it."""
     for stack, kinds in costs.stacks.items():
         index = 0
         for cost in assignment[stack]:
-            if cost.blocks == 1 and (stack, index) in times:
-                yield Sample(kinds[index], cost.treatment, *times[stack, index])
+            if cost.blocks == 1 and (stack, index) in seen:
+                yield kinds[index], cost, seen[stack, index]
             index += cost.blocks
 
 

@@ -1,6 +1,7 @@
 """A plan as a file: versioned JSON. What is read back holds a Schedule that ``attach(schedule=…)`` takes."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ Record = TypeVar("Record", Position, StepPrediction, Alternative, Plan)
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """conditions: what the plan is for, as text: model, resolution, frames, batch, card …"""
+    """conditions: what the plan is for, as text: model, sizes, card, what is trained …"""
 
     plan: Plan
     conditions: dict[str, str]
@@ -61,7 +62,7 @@ def loads(text: str, where: str = "the plan") -> SavedPlan:
         raise ConfigError(f"{where} cannot be read: {error}") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ConfigError(f"{where} is not a saved plan: `format` must be {FORMAT!r}")
-    if data.get("version") != VERSION:
+    if type(data.get("version")) is not int or data["version"] != VERSION:  # true is no number
         raise ConfigError(
             f"{where} is a plan of version {data.get('version')!r}, and this lowtide reads version {VERSION}. "
             "Make the plan again with `lowtide plan`"
@@ -127,10 +128,23 @@ class _Reader:
         segments = self.of_type(data["segments"], list, f"{field}.segments")
         for number in segments:
             self.of_type(number, int | None, f"{field}.segments")
+        self._check_together(segments, f"{field}.segments")
         try:
             return replace(mixed(self.of_type(data["blocks"], list, f"{field}.blocks")), segments=tuple(segments))
         except ValueError as error:
             raise self._error(field, f"is no schedule: {error}") from error
+
+    def _check_together(self, segments: Sequence[int | None], field: str) -> None:
+        """The blocks of a segment are neighbours."""
+        last: dict[int, int] = {}
+        for block, number in enumerate(segments):
+            if number is not None:
+                if last.get(number, block - 1) != block - 1:
+                    raise self._error(
+                        field, f"is no schedule: block {block} is in segment {number}, as block {last[number]} is, and "
+                        f"block {block - 1} between them is not"
+                    )  # fmt: skip
+                last[number] = block
 
     def _record(self, kind: type[Record], data: Any, name: str) -> Record:
         data = self.of_type(data, dict, name)

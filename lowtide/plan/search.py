@@ -13,204 +13,187 @@ positions, and time does not depend on the order within a run (``plan.predict_st
 each run only *how many* blocks have which treatment is left to choose. What runs last must not move anything, which
 the swap must respect: it is chosen apart, and the rest is in that order.
 
-**Search.** Dynamic programming over runs, in a run over treatments by falling working set, and over the number of
-blocks that have one. A state is a choice for some first blocks: time added, bytes kept, copies left to do, bytes in
-CPU memory. It is dropped if
+**Search.** Branch and bound (Land and Doig 1960) over these counts. With parts of blocks allowed, the least time is
+that of a small linear program (``plan.relaxed``), which no schedule can beat. Where its answer has a part of a block,
+one branch has at most as many whole ones, another at least one more. Where a choice is made that its working set
+leaves no room for, one branch goes without it, in another its working set is one more limit. Branches that promise no
+less than what is known are dropped; the one that promises most is followed down to a schedule, then the best of all
+that are left. So when none is left, the answer is the optimum, and when the search is stopped, the best promise says
+how much quicker another schedule can be. Sixty blocks of three kinds take some hundred programs, of a third of a
+millisecond each; a model of many kinds in turn may take more than there is time for.
 
-- the blocks that remain cannot fit in what it leaves (their lowest peak is known exactly);
-- another state of the same blocks is as good: keeps no more, and is quicker even if it has to wait for all
-  copies that it has left to do beyond the other's;
-- even a relaxed rest takes it over the best time that is known (``plan.bounds``).
-
-What a bound drops cannot be better than what is known, so the answer is the optimum. The bytes in flight are given, and
-only choices that need all of them are looked for: ``plan.optimum`` goes through every value that can matter. Sixty
-blocks of three kinds take some hundred thousand states at most; a model of many kinds in turn may take more than there
-is time for, and the search stops.
+The bytes in flight are given to a program: ``plan.optimum`` has one for every value that can matter.
 """
 
-import bisect
+import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from operator import itemgetter
+from collections.abc import Sequence
+from itertools import count
+from typing import NamedTuple
 
-from lowtide.plan.bounds import Bounds
-from lowtide.plan.fewest import floors
-from lowtide.plan.ways import RunWays, State, Way
+from lowtide.plan.linear import Tableau
+from lowtide.plan.relaxed import Relaxed
 
-MOST_STATES = 250_000
-MOST_LIMITED = 30_000
-"""The same where CPU memory is limited: there are more figures to compare, so each state takes longer."""
+MOST_WORK = 250_000
+"""Of tableaus, see ``linear.Tableau.work``: about a second."""
 
+_MOST_CROWDED = 20
 _CLOSE = 1e-9
-_FEW = (5, 40)  # states a node
-_FIGURES = itemgetter(0, 1, 2, 3)  # of a state
+_WAYS = 3  # to part a branch, of which the best is taken
+_WHOLE = 1e-6  # a count that close to a whole number is one
 
 
-@dataclass
+class Cut(NamedTuple):
+    """How many blocks, or segments, have one choice: at most, or at least, so many."""
+
+    column: int
+    at_most: bool
+    count: int
+
+
+class Branch(NamedTuple):
+    """Some of the choices of a program. tableau: of the program without the cuts."""
+
+    relaxed: Relaxed
+    tableau: Tableau
+    cuts: tuple[Cut, ...] = ()
+
+
+class Part(NamedTuple):
+    """Of a branch. tableau: with the cuts."""
+
+    cuts: tuple[Cut, ...]
+    tableau: Tableau
+
+
 class Search:
-    """The choices of every run, with the bytes in flight given.
+    """Branches that are still to be followed. best_ms: the time to be beaten.
 
-    room_bytes: the budget, less residents and bytes in flight. cpu_bytes: how much may wait in CPU memory.
-    start_ms: copies left at the beginning (``predict_step.lane_out``). bound_ms: what may be left from run to run.
-    best_ms: added time that has to be beaten. most_states: how many to look at; stopped: whether there were more.
+    most_work: figures to compute before it is stopped. work: how many were. states: programs solved. best: what was
+    found, and takes best_ms: the program, and how many have each choice.
     """
 
-    runs: Sequence[RunWays]
-    in_flight_bytes: int
-    room_bytes: int
-    cpu_bytes: int | None
-    start_ms: float
-    bound_ms: float
-    best_ms: float
-    most_states: int
-    states: int = 0
-    stopped: bool = False
-    best: State | None = None
-
-    def __post_init__(self) -> None:
-        self._floors = floors(self.runs)
-        self._bounds = Bounds(self.runs, self.room_bytes, self.start_ms, self.bound_ms, self.cpu_bytes)
-
-    def least_ms(self) -> float:
-        """No choice adds less than this; infinite where none fits. Also finds the prices for ``run``."""
-        return self._bounds.improve(self.best_ms) if self._floors[0][-1] <= self.room_bytes else math.inf
-
-    def among_few(self) -> None:
-        """Find a good choice that beats ``best_ms``, if there is one among the most promising states."""
-        for most in _FEW:
-            self._pass(most)
-
-    def among_all(self) -> None:
-        """Find the best choice, if one beats ``best_ms``, unless ``stopped``."""
-        self._pass(None)
-
-    def _pass(self, most: int | None) -> None:
-        """most: states a node; None: all."""
-        if not self._bounds.narrow(self._to_beat):
-            return
-        self.runs = self._bounds.runs
-        if not any(way.in_flight == self.in_flight_bytes for run in self.runs for way in (*run.ways, *run.last_ways)):
-            return  # fewer bytes in flight would do, and leave more room
-        self._bounds.settle()
-        alone = len(self.runs) == 1 or not self.in_flight_bytes  # no copies are left from run to run
-        states = [State(0.0, 0, self.start_ms, 0, alone)]
-        for number, run in enumerate(self.runs):
-            last = number == len(self.runs) - 1
-            nodes = self._through(number, run, states, most)
-            if last:
-                self._close(run, nodes)
-            else:
-                states = _pruned(self._end_of_run(state) for state in nodes[run.depth])
-
-    def _through(self, number: int, run: RunWays, states: list[State], most: int | None) -> list[list[State]]:
-        """States by the number of blocks of the run that they have chosen for."""
-        nodes: list[list[State]] = [states, *([] for _ in range(run.depth))]
-        for place, way in enumerate(run.ways):
-            for blocks in range(run.depth - way.blocks + 1):
-                if not nodes[blocks] or self.stopped:
-                    continue
-                nodes[blocks] = self._promising(number, place, run.depth - blocks, nodes[blocks], most)
-                reached = blocks + way.blocks
-                grown = self._grown(number, reached, nodes[blocks], way)
-                if grown:
-                    nodes[reached] = _pruned((*nodes[reached], *grown))
-        return nodes
-
-    def _grown(self, number: int, reached: int, states: list[State], way: Way) -> list[State]:
-        """The states with one more treatment, ``reached`` blocks of the run in all, as far as they fit."""
-        run, limited = self.runs[number], self.cpu_bytes is not None
-        left = run.depth - reached
-        least_out_ms = -left * run.most_out_ms  # below this, what is left to copy is all hidden
-        most_kept = self.room_bytes - max(way.working, self._floor(number, left)) - way.kept
-        most_cpu = self.cpu_bytes - way.cpu if self.cpu_bytes is not None else 0
-        ms, kept, out_ms, cpu = way.ms, way.kept, way.out_ms, way.cpu if limited else 0
-        needs_bound = way.in_flight == self.in_flight_bytes
-        self.states += len(states)
-        self.stopped = self.states > self.most_states
-        return [
-            State(s[0] + ms, s[1] + kept, max(s[2] + out_ms, least_out_ms), s[3] + cpu, s[4] or needs_bound, s, way)
-            for s in states
-            if s[1] <= most_kept and s[3] <= most_cpu
-        ]
-
-    def _floor(self, number: int, left: int) -> int:
-        """The lowest peak of the blocks that remain, above what is kept."""
-        if left or number == len(self.runs) - 1:
-            return self._floors[number][left]
-        return self._floors[number + 1][self.runs[number + 1].depth]
-
-    def _promising(self, number: int, place: int, left: int, states: list[State], most: int | None) -> list[State]:
-        bounded = self._bounds.below(number, place, left, states, self._to_beat)
-        if most is not None and len(bounded) > most:
-            bounded.sort(key=lambda entry: entry[0])
-            del bounded[most:]
-        return [state for _, state in bounded]
+    def __init__(self, best_ms: float, most_work: int = MOST_WORK) -> None:
+        self.best_ms = best_ms
+        self.most_work = most_work
+        self.work = 0
+        self.states = 0
+        self.best: tuple[Relaxed, tuple[int, ...]] | None = None
+        self._open: list[tuple[float, int, Branch]] = []
+        self._number = count()
 
     @property
-    def _to_beat(self) -> float:
+    def least_ms(self) -> float:
+        """No branch that is left takes less."""
+        return self._open[0][0] if self._open else math.inf
+
+    @property
+    def to_beat_ms(self) -> float:
         return self.best_ms - _CLOSE * (1 + self.best_ms)
 
-    def _end_of_run(self, state: State) -> State:
-        out_ms = max(0.0, state.out_ms)
-        left_ms = min(out_ms, self.bound_ms)
-        return state._replace(ms=state.ms + out_ms - left_ms, out_ms=left_ms)
+    @property
+    def stopped(self) -> bool:
+        return self.work >= self.most_work
 
-    def _close(self, run: RunWays, nodes: list[list[State]]) -> None:
-        """Choose what runs last, and wait for all copies."""
-        for way in run.last_ways:
-            for state in nodes[run.depth - way.blocks]:
-                kept = state.kept + way.kept
-                needs_bound = state.needs_bound or way.in_flight == self.in_flight_bytes
-                if kept + way.working > self.room_bytes or not needs_bound:
-                    continue
-                ms = state.ms + way.ms + max(0.0, state.out_ms + way.out_ms)
-                if ms < self._to_beat:
-                    self.best_ms = ms
-                    self.best = State(ms, kept, 0.0, state.cpu, True, state, way)
+    def solved(self, relaxed: Relaxed) -> Tableau:
+        return self._counted(Tableau(relaxed.program()))
+
+    def add(self, relaxed: Relaxed, tableau: Tableau) -> None:
+        """Look into a program too, as far as it may beat what is known."""
+        slack_ms = self.to_beat_ms - tableau.least
+        narrow = relaxed.without({c for c in range(len(relaxed.choices)) if tableau.slopes[c] > slack_ms})
+        tableau = self.solved(narrow)
+        for _ in range(_MOST_CROWDED):
+            crowded = narrow.crowded(tableau.values()) if tableau.least < self.to_beat_ms else None
+            if crowded is None:
+                break
+            tableau = self._counted(tableau.limited(*crowded))
+        self._push(Branch(narrow, tableau), tableau.least)
+
+    def follow(self) -> None:
+        """Follow the branch that promises most down to a schedule, or until it promises too little."""
+        branch = heapq.heappop(self._open)[2]
+        tableau = branch.tableau
+        for number in range(len(branch.cuts)):
+            tableau = self._limited(branch.relaxed, tableau, branch.cuts[:number], branch.cuts[number : number + 1])
+        while tableau.least < self.to_beat_ms:
+            ways = _ways_to_part(branch, tableau)
+            if not ways:
+                self.best_ms, self.best = tableau.least, (branch.relaxed, _whole(branch, tableau))
+                return
+            parts = self._best_parted(branch, tableau, ways)
+            goes_on = bool(parts) and (self.best is None or not self.stopped)
+            for part in parts[1:] if goes_on else parts:
+                self._push(branch._replace(cuts=part.cuts), part.tableau.least)
+            if not goes_on:
+                return
+            branch, tableau = branch._replace(cuts=parts[0].cuts), parts[0].tableau
+
+    def _best_parted(self, branch: Branch, tableau: Tableau, ways: Sequence[Sequence[tuple[Cut, ...]]]) -> list["Part"]:
+        """The parts of a branch, the one that promises most first: parted in the way that leaves the least to hope for.
+
+        Until a schedule is known, the first way will do.
+        """
+        most, found = -math.inf, []
+        for cuts in ways[: _WAYS if self.best is not None else 1]:
+            parts = [
+                Part((*branch.cuts, *new), self._limited(branch.relaxed, tableau, branch.cuts, new)) for new in cuts
+            ]
+            rises = [min(part.tableau.least, self.best_ms) - tableau.least + _CLOSE for part in parts]
+            if math.prod(rises) > most:
+                most, found = math.prod(rises), parts
+        return sorted(found, key=lambda part: part.tableau.least)
+
+    def _push(self, branch: Branch, least_ms: float) -> None:
+        if least_ms < self.to_beat_ms:
+            heapq.heappush(self._open, (least_ms, next(self._number), branch))
+
+    def _limited(self, relaxed: Relaxed, tableau: Tableau, known: Sequence[Cut], cuts: Sequence[Cut]) -> Tableau:
+        for cut in cuts:
+            sign = 1 if cut.at_most else -1
+            tableau = self._counted(tableau.limited({cut.column: sign}, sign * cut.count))
+            chosen = {other.column for other in known if not other.at_most}
+            if not cut.at_most and cut.column not in chosen and not relaxed.choices[cut.column].last:
+                tableau = self._counted(tableau.limited(*relaxed.up_to(cut.column)))
+        return tableau
+
+    def _counted(self, tableau: Tableau) -> Tableau:
+        self.states += 1
+        self.work += tableau.work
+        return tableau
 
 
-def _pruned(states: Iterable[State]) -> list[State]:
-    """Without states that another one makes useless: one that is as quick with and without the copies left to do, and
-    keeps no more, on the device and in CPU memory."""
-    kept: list[State] = []
-    fronts: dict[tuple[int, bool], _Front] = {}
-    for state in sorted(states, key=_FIGURES):
-        _, bytes_kept, out_ms, cpu, needs_bound = state[:5]
-        later_ms = state.ms + out_ms
-        if not any(
-            other <= cpu and bound >= needs_bound and front.has(bytes_kept, later_ms)
-            for (other, bound), front in fronts.items()
-        ):
-            fronts.setdefault((cpu, needs_bound), _Front()).add(bytes_kept, later_ms)
-            kept.append(state)
-    return kept
+def _ways_to_part(branch: Branch, tableau: Tableau) -> list[list[tuple[Cut, ...]]]:
+    """Each as the cuts that lead to each part; none where the answer is a schedule. The first is most promising."""
+    values = tableau.values()
+    columns = range(len(branch.relaxed.choices))
+    parts = {column: values[column] % 1 for column in columns if column in values}
+    broken = [column for column, part in parts.items() if _WHOLE < part < 1 - _WHOLE]
+    if broken:
+        broken.sort(key=lambda column: abs(parts[column] - 0.5))
+        return [_around(column, math.floor(values[column])) for column in broken]
+    counts = _whole(branch, tableau)
+    beyond = branch.relaxed.first_beyond(counts)
+    chosen = {cut.column for cut in branch.cuts if not cut.at_most}
+    if beyond is not None and beyond not in chosen and not branch.relaxed.choices[beyond].last:
+        return [_around(beyond, 0)]
+    return [] if branch.relaxed.fits(counts) else [_rounded(branch, counts)]
 
 
-class _Front:
-    """Pairs of which none is at least as good as another in both: the one rises, the other falls."""
-
-    def __init__(self) -> None:
-        self._rising: list[int] = []
-        self._falling: list[float] = []
-
-    def has(self, rising: int, falling: float) -> bool:
-        """Whether a pair is at least as good as this one."""
-        place = bisect.bisect_right(self._rising, rising)
-        return place > 0 and self._falling[place - 1] <= falling
-
-    def add(self, rising: int, falling: float) -> None:
-        start = bisect.bisect_left(self._rising, rising)
-        end = start
-        while end < len(self._rising) and self._falling[end] >= falling:
-            end += 1
-        self._rising[start:end] = [rising]
-        self._falling[start:end] = [falling]
+def _around(column: int, count: int) -> list[tuple[Cut, ...]]:
+    return [(Cut(column, True, count),), (Cut(column, False, count + 1),)]
 
 
-def ways_of(state: State | None) -> Iterator[Way]:
-    """The choices that led to a state, the last one first."""
-    while state is not None:
-        if state.way is not None:
-            yield state.way
-        state = state.last
+def _rounded(branch: Branch, counts: Sequence[int]) -> list[tuple[Cut, ...]]:
+    """Of an answer that fits but for rounding: all others."""
+    for column, number in enumerate(counts):
+        same = Cut(column, True, number), Cut(column, False, number)
+        if not set(same) <= set(branch.cuts):
+            below = [(Cut(column, True, number - 1),)] if number else []
+            return [*below, (Cut(column, False, number + 1),), same]
+    return []
+
+
+def _whole(branch: Branch, tableau: Tableau) -> tuple[int, ...]:
+    values = tableau.values()
+    return tuple(round(values.get(column, 0.0)) for column in range(len(branch.relaxed.choices)))

@@ -55,10 +55,10 @@ def solve(costs: StepCosts, budget_bytes: int) -> Plan:
     can be reached.
     """
     fixed = [_Candidate(made, predict_step(costs, made), name) for name, made in modes.assignments(costs)]
-    least = smallest_peak(costs)
-    if not _fits(costs, least, budget_bytes):
-        raise ConfigError(_nothing_fits(costs, least, budget_bytes))
-    candidates = [*fixed, _Candidate(smallest(costs), least)]
+    least = _smallest(costs)
+    if not _fits(costs, least.prediction, budget_bytes):
+        raise ConfigError(_nothing_fits(costs, least.prediction, budget_bytes))
+    candidates = [*fixed, least]
     best = min(
         (candidate for candidate in candidates if _fits(costs, candidate.prediction, budget_bytes)),
         key=lambda candidate: candidate.prediction.added_ms if candidate.name != modes.PLAIN else -1.0,
@@ -84,7 +84,12 @@ def solve(costs: StepCosts, budget_bytes: int) -> Plan:
 
 def smallest_peak(costs: StepCosts) -> StepPrediction:
     """The step with the lowest peak of all schedules, whatever time it takes."""
-    return predict_step(costs, smallest(costs))
+    return _smallest(costs).prediction
+
+
+def _smallest(costs: StepCosts) -> "_Candidate":
+    assignment = smallest(costs)
+    return _Candidate(assignment, predict_step(costs, assignment))
 
 
 @dataclass(frozen=True)

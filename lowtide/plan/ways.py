@@ -11,7 +11,7 @@ from lowtide.plan.predict_step import exposed_back_ms, net_out_ms
 class Way(NamedTuple):
     """One treatment. ms: time added, waits for what comes back included. kept, working, cpu: bytes.
 
-    out_ms: copies out less computation in forward. in_flight: bytes in flight that a schedule with it has at least.
+    out_ms: copies out less computation in forward.
     """
 
     cost: TreatmentCost
@@ -21,35 +21,14 @@ class Way(NamedTuple):
     working: int
     out_ms: float
     cpu: int
-    in_flight: int
-
-
-class State(NamedTuple):
-    """A choice for some first blocks. ms: time added. kept, cpu: bytes.
-
-    out_ms: copies left to do, less the computation of the run at hand. needs_bound: whether it needs all the bytes in
-    flight that the search is for. last, way: how it was reached.
-    """
-
-    ms: float
-    kept: int
-    out_ms: float
-    cpu: int
-    needs_bound: bool
-    last: "State | None" = None
-    way: Way | None = None
 
 
 class RunWays(NamedTuple):
-    """depth: blocks of the run. ways: by falling working set. last_ways: what may run last; only of the last run.
-
-    most_out_ms: the most that a block can add to the copies left.
-    """
+    """depth: blocks of the run. ways: by falling working set. last_ways: what may run last; only of the last run."""
 
     depth: int
     ways: tuple[Way, ...]
     last_ways: tuple[Way, ...]
-    most_out_ms: float
 
 
 def ways_of_runs(costs: StepCosts, in_flight_bytes: int) -> tuple[RunWays, ...]:
@@ -67,15 +46,13 @@ def _ways_of(costs: StepCosts, run: Run, in_flight_bytes: int, last: bool) -> Ru
     ]
     ways = sorted(_useful(able), key=lambda way: (-way.working, way.kept))
     last_ways = tuple(_useful([way for way in able if not way.cost.moves])) if last else ()
-    most_out_ms = max(0.0, *(way.out_ms / way.blocks for way in (*ways, *last_ways)))
-    return RunWays(run.depth, tuple(ways), last_ways, most_out_ms)
+    return RunWays(run.depth, tuple(ways), last_ways)
 
 
 def _way(costs: StepCosts, run: Run, cost: TreatmentCost, in_flight_bytes: int) -> Way:
     ms = cost.extra_ms + exposed_back_ms(costs, run, cost)
     out_ms = net_out_ms(costs, run, cost) if in_flight_bytes else 0.0
-    in_flight = in_flight_bytes_for(cost.copied_bytes)
-    return Way(cost, cost.blocks, ms, cost.kept_bytes, cost.working_bytes, out_ms, cost.cpu_bytes, in_flight)
+    return Way(cost, cost.blocks, ms, cost.kept_bytes, cost.working_bytes, out_ms, cost.cpu_bytes)
 
 
 def _useful(ways: Sequence[Way]) -> Iterator[Way]:

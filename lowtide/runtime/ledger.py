@@ -71,9 +71,13 @@ class BlockRecord:
 
 
 class Storages:
-    """Bytes of distinct storages, each credited to the block that held, moved or dropped it first."""
+    """Bytes of distinct storages, each credited to the block that held, moved or dropped it first.
+
+    kernels_kept: whether the outputs of any attention kernel are among what is held or moved.
+    """
 
     def __init__(self, model: nn.Module | None) -> None:
+        self.kernels_kept = False
         self.weights = (
             set()
             if model is None
@@ -243,7 +247,12 @@ class Ledger:
         if not self.measuring or storages is None:
             return None
         number = record.number
-        return lambda tensor, moved: (storages.move if moved else storages.hold)(number, tensor)
+
+        def keep(tensor: torch.Tensor, moved: bool) -> None:
+            storages.kernels_kept = True
+            (storages.move if moved else storages.hold)(number, tensor)
+
+        return keep
 
     def moving_hooks(self, record: BlockRecord, pack: Callable[[torch.Tensor], Packed]) -> AbstractContextManager[Any]:
         """Saved-tensor hooks that let the store take what a call saves, and count it while bytes are counted."""

@@ -39,8 +39,8 @@ def compare_settings(
 ) -> list[dict[str, Any]]:
     """One entry a setting, in the order of the decision rule; the one that ran is among them.
 
-    schedule: of the setting that ran. Settings that offload are among them where they could run. The model must be detached. One forward runs, without
-    checkpointing, so that it needs the memory of a plain one.
+    schedule: of the setting that ran. Settings that offload are among them where they could run. The model must be
+    detached. One forward runs, without checkpointing, so that it needs the memory of a plain one.
     Entries: keys (flat), scope, held_bytes (kept on the device between forward and backward), cpu_bytes (kept in CPU
     memory), most_bytes (held_bytes and the largest piece that is recomputed at once: the peak of backward is at most
     that, plus what comes back from CPU memory ahead), recomputed (blocks, whole or in part), blocks, ran.

@@ -71,7 +71,7 @@ def test_debugging_shows_the_traceback_and_keeps_the_exit_code() -> None:
     assert "in work" in result.stderr
 
 
-ALLOWED_BACKENDS = "torch, torch-ffn, unsloth, unsloth-ffn, torch-selective, unsloth-selective"
+ALLOWED_BACKENDS = "torch, torch-ffn, unsloth, unsloth-ffn, torch-selective, unsloth-selective, auto"
 WRONG_USAGE = [
     ((), "Usage"),
     (("inspct", "flux1"), "No such command"),
@@ -80,7 +80,8 @@ WRONG_USAGE = [
     (("inspect", "flux1", "--size", "huge"), "huge"),
     (("inspect", "flux1", "--backend", "False"), f"backend: 'False' is not allowed; allowed: {ALLOWED_BACKENDS}."),
     (("inspect", "flux1", "--backend", "torch_ffn"), "Did you mean 'torch-ffn'?"),
-    (("inspect", "flux1", "--backend", "auto"), f"backend: 'auto' is not allowed; allowed: {ALLOWED_BACKENDS}."),
+    (("inspect", "flux1", "--backend", "auto"), "backend = auto has no schedule before the first steps of training"),
+    (("verify", "flux1", "--backend", "auto"), "backend = auto has no schedule before the first steps of training"),
     (("verify", "flux1", "--backend", "unslot"), "Did you mean 'unsloth'?"),
     (("verify", "flux1", "--offload-min-bytes", "-1"), "offload_min_bytes: '-1' is not allowed; allowed: a size"),
     (("inspect", "flux1", "--offload-min-bytes", "1 MiBi"), "Did you mean 'MiB'?"),

@@ -51,18 +51,58 @@ def test_nothing_fits_is_exit_code_one_and_names_the_smallest_peak(lowtide: Call
     assert "the smallest peak that can be reached" in result["refused"]
 
 
+def test_frames_that_a_video_model_cannot_take(lowtide: Callable[..., Any]) -> None:
+    done = lowtide("plan", "wan21_1_3b", "--no-fits", "--budget", "16GiB", "--frames", "80")
+    assert done.exit_code == 2
+    assert "frames 80 is not allowed: this model takes a multiple of 4 plus 1. The nearest: 77 or 81" in done.stderr
+
+
+def test_a_plan_for_all_weights_says_so(lowtide: Callable[..., Any], tmp_path: Path) -> None:
+    done = lowtide(*SD3, "--budget", "80GiB", "--full", "--save", str(tmp_path / "plan.json"))
+    assert done.exit_code == 0, done.stderr
+    assert load_plan(tmp_path / "plan.json").conditions["trained"] == "all weights"
+    assert "trained: all weights" in " ".join(done.stdout.split())
+
+
+def test_a_budget_that_the_card_does_not_have(lowtide: Callable[..., Any], lowtide_json: Callable[..., Any]) -> None:
+    said = "The budget, 25.0 GiB, is more than RTX 4090 has: 24.0 GiB."
+    assert said in " ".join(lowtide(*SD3, "--budget", "25GiB").stdout.split())
+    assert lowtide_json(*SD3, "--budget", "25GiB")["warnings"] == [said]
+    assert lowtide_json(*SD3, "--budget", "24GiB")["warnings"] == []
+
+
+def test_what_is_looked_for_ends_somewhere(lowtide: Callable[..., Any]) -> None:
+    arguments = ("plan", "sd3", "--card", "H200", "--budget", "100GiB", "--resolution", "64", "--batch", "1")
+    done = lowtide(*arguments, "--host-memory", "none")
+    assert "batch: at least 16 (asked: 1)" in done.stdout and "rank: at least 1024 (asked: 16)" in done.stdout
+    assert "resolution: at least 256x256 (asked: 64x64)" in done.stdout
+    assert done.stderr == ""  # progress is for terminals
+
+
+def test_progress_is_told_on_a_terminal(process: Callable[..., Any]) -> None:
+    done = process("-m", "lowtide", *SD3, "--budget", "24GiB", env={"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1"})
+    assert done.returncode == 0
+    assert "tracing a step: B 3, H 1024" in done.stderr and "tracing" not in done.stdout
+
+
 def test_a_saved_plan_can_be_read(lowtide: Callable[..., Any], tmp_path: Path) -> None:
     done = lowtide(*SD3, "--budget", "6GiB", "--save", str(tmp_path / "plan.json"))
     assert done.exit_code == 0
     saved = load_plan(tmp_path / "plan.json")
     assert saved.conditions["card"] == "RTX 4090"
+    assert saved.conditions["trained"] == "LoRA 16" and int(saved.conditions["trained_parameters"]) > 10**6
+    assert "It is for LoRA 16, and the sizes above" in " ".join(done.stderr.split())
     assert saved.schedule.stacks["transformer_blocks"].depth == 24
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--budget", "much"), "'much' is not a size"),
+        (("--budget", "much"), "--budget 'much' is not allowed; allowed: a size such as 16GiB, or auto"),
+        (("--budget", "16"), "--budget '16' is 16 bytes; allowed: a size such as 16GiB, or auto. Did you mean 16GiB?"),
+        (("--budget", "8GiB", "--resolution", "1000"), "width 1000 is not allowed: this model takes a multiple of 16"),
+        (("--budget", "8GiB", "--resolution", "1000"), "The nearest: 992 or 1008"),
+        (("--budget", "8GiB", "--full", "--lora-rank", "8"), "--full trains all weights: leave out one of them"),
         (("--budget", "8GiB", "--resolution", "1024x"), "--resolution '1024x' is not allowed"),
         (("--budget", "8GiB", "--frames", "9"), "unknown size FR"),
         (("--budget", "8GiB", "--card", "5900"), "unknown card '5900'"),

@@ -16,9 +16,9 @@ def test_every_block_has_its_time_and_the_step_all_of_them() -> None:
     step(model, lambda: model(x))
     seen = probe.stop()
     assert seen is not None
-    assert sorted(seen.blocks) == [("blocks", index) for index in range(5)]
-    assert all(time.forward_ms > 0 < time.backward_ms for time in seen.blocks.values())
-    assert seen.step_ms >= sum(time.forward_ms + time.backward_ms for time in seen.blocks.values())
+    assert sorted(seen.times) == [("blocks", index) for index in range(5)]
+    assert all(time.forward_ms > 0 < time.backward_ms for time in seen.times.values())
+    assert seen.step_ms >= sum(time.forward_ms + time.backward_ms for time in seen.times.values())
     assert seen.peak_bytes is seen.reserved_bytes is None
 
 
@@ -39,7 +39,7 @@ def test_recomputation_counts_to_backward() -> None:
         probe = StepProbe(resolve(model, None), CPU).start()
         step(model, lambda: model(x))
         seen = probe.stop()
-    assert seen is not None and len(seen.blocks) == 4
+    assert seen is not None and len(seen.times) == 4
     assert [block.calls for block in model.blocks] == [2] * 4  # type: ignore[union-attr]
 
 

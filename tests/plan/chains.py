@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
@@ -48,20 +49,34 @@ def kinds(draw: st.DrawFn) -> BlockKind:
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> StepCosts:
-    """Up to six blocks of up to three kinds in one or two stacks."""
+def steps(draw: st.DrawFn, most_blocks: int = 6) -> StepCosts:
+    """Blocks of up to three kinds in up to three stacks."""
     names = ["a", "b", "c"][: draw(st.integers(1, 3))]
-    blocks = draw(st.lists(st.sampled_from(names), min_size=1, max_size=6))
-    cut = draw(st.integers(0, len(blocks)))
+    blocks = draw(st.lists(st.sampled_from(names), min_size=1, max_size=most_blocks))
+    first, second = sorted((draw(st.integers(0, len(blocks))), draw(st.integers(0, len(blocks)))))
     return StepCosts(
         {name: draw(kinds()) for name in names},
-        {"first": tuple(blocks[:cut]), "second": tuple(blocks[cut:])},
+        {"first": tuple(blocks[:first]), "second": tuple(blocks[first:second]), "third": tuple(blocks[second:])},
         resident_bytes=draw(_sizes),
         elsewhere_bytes=draw(st.sampled_from((0, 0, 60))),
         other_ms=draw(_times),
         link=draw(st.sampled_from((LINK, LINK, None))),
         host_limit_bytes=draw(st.none() | st.integers(0, 100)),
     )
+
+
+@st.composite
+def limited_steps(draw: st.DrawFn) -> StepCosts:
+    """Steps of which less fits in CPU memory than could move."""
+    costs = draw(steps(5).filter(lambda costs: most_waiting(costs) > 0))
+    limit_bytes = draw(st.integers(0, most_waiting(costs) - 1))
+    return replace(costs, link=LINK, host_limit_bytes=limit_bytes)
+
+
+def most_waiting(costs: StepCosts) -> int:
+    """Bytes in CPU memory, if every block moved the most that it can."""
+    most = {name: max(cost.cpu_bytes for cost in kind.treatments) for name, kind in costs.kinds.items()}
+    return sum(most[kind] for kinds in costs.stacks.values() for kind in kinds)
 
 
 def every_assignment(costs: StepCosts) -> Iterator[tuple[Assignment, StepPrediction]]:

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from lowtide.plan.assignment import assignment_of, schedule_of
 from lowtide.plan.costs import MEASURED, BlockKind, LinkRates, StepCosts, TreatmentCost
 from lowtide.plan.predict_step import predict_step
-from lowtide.plan.sampling import Sample, corrected, samples_of, sampling
+from lowtide.plan.sampling import (
+    Sample,
+    bytes_of,
+    corrected,
+    samples_of,
+    sampling,
+    with_bytes,
+    with_copies_taking,
+)
 from lowtide.plan.schedule import BOUNDARY, FFN, KEPT, SELECTIVE, WHOLE
 from tests.plan.chains import steps
 
@@ -117,3 +125,34 @@ def test_what_was_not_sampled_is_corrected_as_like_things_turned_out() -> None:
 def test_what_came_out_faster_than_a_plain_block_takes_no_extra_time() -> None:
     learnt = corrected(COSTS, [Sample("a", KEPT, 4.0, 8.0), Sample("a", FFN, 3.9, 7.0)], 0.0, COSTS.link)
     assert learnt.kinds["a"].by_way[FFN, frozenset(), 1].extra_ms == 0.0
+
+
+def test_measured_bytes_take_the_place_of_forecasts() -> None:
+    """A whole block needs 5 bytes more than was thought, alone, with its input moved, or with a neighbour."""
+    made = sampling(COSTS, 10_000)
+    assert made is not None
+    memory = {}
+    for stack, chosen in made.items():
+        for index, cost in enumerate(chosen):
+            more = 5 if cost.treatment == WHOLE else 0
+            memory[stack, index] = (cost.kept_bytes + 1, cost.working_bytes + more)
+    learnt = with_bytes(COSTS, list(bytes_of(COSTS, made, memory)))
+    for name, kind in learnt.kinds.items():
+        for way, cost in kind.by_way.items():
+            before = COSTS.kinds[name].by_way[way]
+            assert cost.working_bytes - before.working_bytes == (5 if cost.treatment == WHOLE else 0)
+            seen = way in {c.way for stack, chosen in made.items() if COSTS.stacks[stack][0] == name for c in chosen}
+            assert cost.kept_bytes - before.kept_bytes == (seen and not cost.moves)
+            assert (cost.cpu_bytes, cost.copied_bytes, cost.extra_ms) == (
+                before.cpu_bytes,
+                before.copied_bytes,
+                before.extra_ms,
+            )
+
+
+def test_copies_that_take_time_though_they_hide() -> None:
+    slower = with_copies_taking(COSTS, 0.5)
+    for kind, before in zip(slower.kinds.values(), COSTS.kinds.values(), strict=True):
+        for way, cost in kind.by_way.items():
+            assert cost.extra_ms == pytest.approx(before.by_way[way].extra_ms + 0.5 * cost.copied_bytes)
+    assert with_copies_taking(slower, -100.0).kinds["a"].by_way[WHOLE, MOVED, 1].extra_ms == 0.0

@@ -151,6 +151,8 @@ def _changed(change) -> str:
     [
         (lambda d: d.update(version=2), "is a plan of version 2, and this lowtide reads version 1"),
         (lambda d: d.pop("version"), "is a plan of version None"),
+        (lambda d: d.update(version=True), "is a plan of version True"),
+        (lambda d: d.update(version=1.0), "is a plan of version 1.0"),
         (lambda d: d.update(format="other"), "is not a saved plan: `format` must be 'lowtide plan'"),
         (lambda d: d.pop("plan"), "my.json: plan is missing"),
         (lambda d: d.update(extra=1), "my.json: extra is unknown"),
@@ -169,6 +171,14 @@ def _changed(change) -> str:
         (lambda d: _blocks(d).update(blocks=["kept"]), "is no schedule: treatments, segments and moves"),
         (lambda d: _blocks(d).update(segments=[0] * 6), "is no schedule: a block has a segment number"),
         (lambda d: _blocks(d).update(segments=["0"] * 6), "segments must be a whole number or null, not '0'"),
+        (
+            lambda d: _blocks(d).update(blocks=["whole"] * 6, segments=[0, 0, 1, 1, 0, 2]),
+            "segments is no schedule: block 4 is in segment 0, as block 1 is, and block 3 between them is not",
+        ),
+        (
+            lambda d: _blocks(d).update(blocks=["whole", "kept"] * 3, segments=[0, None, 0, None, 1, None]),
+            "block 2 is in segment 0, as block 0 is, and block 1 between them is not",
+        ),
         (lambda d: d["plan"]["schedule"].update(in_flight_bytes=-1), "in_flight_bytes: -1 is not allowed"),
     ],
 )

@@ -16,7 +16,7 @@ from lowtide.plan.optimum import quickest
 from lowtide.plan.predict_step import predict_step
 from lowtide.plan.schedule import ATTENTION, BOUNDARY, FFN, KEPT, SAVED, SELECTIVE, WHOLE
 from lowtide.plan.solve import smallest_peak, solve
-from tests.plan.chains import LINK, every_assignment, steps
+from tests.plan.chains import LINK, every_assignment, limited_steps, most_waiting, steps
 
 MIB = 2**20
 
@@ -53,6 +53,21 @@ def test_the_plan_is_the_best_of_all_assignments(costs: StepCosts, share: float)
     best = next((a for a in plan.alternatives if a.name == modes.PLAIN and a.peak_bytes <= budget_bytes), None)
     best_ms = best.step_ms if best else min(made.step_ms for made in every if made.peak_bytes <= budget_bytes)
     assert plan.prediction.step_ms == pytest.approx(best_ms, rel=1e-6)
+
+
+@settings(deadline=None, max_examples=150)
+@given(limited_steps(), st.floats(0, 1))
+def test_it_is_the_best_of_all_that_cpu_memory_allows(costs: StepCosts, share: float) -> None:
+    every = [prediction for _, prediction in every_assignment(costs)]
+    least, most = (pick(made.peak_bytes for made in every) for pick in (min, max))
+    assert smallest_peak(costs).peak_bytes == least
+    budget_bytes = int(least + share * (most - least))
+    found = quickest(costs, budget_bytes, 1e9)
+    best_ms = min(made.added_ms for made in every if made.peak_bytes <= budget_bytes)
+    assert found.within_ms == 0 and found.assignment is not None
+    made = predict_step(costs, found.assignment)
+    assert made.peak_bytes <= budget_bytes and made.cpu_bytes <= (costs.host_limit_bytes or 0)
+    assert made.added_ms == pytest.approx(best_ms, rel=1e-6, abs=1e-6)
 
 
 @settings(deadline=None, max_examples=200)
@@ -214,14 +229,26 @@ def test_sixty_blocks_of_three_kinds_are_counted_not_enumerated(share: float) ->
     plain = predict_step(SIXTY, dict(modes.assignments(SIXTY))[modes.PLAIN]).peak_bytes
     plan = solve(SIXTY, int(least + share * (plain - least)))
     assert plan.within_ms == 0
-    assert plan.states < 250_000  # of more than 10**50
+    assert plan.states < 4_000  # of more than 10**50
     fitting = [other.step_ms for other in plan.alternatives if other.peak_bytes <= plan.budget_bytes]
     assert plan.prediction.step_ms < min(fitting, default=float("inf"))
 
 
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.3, 0.6, 0.9])
+def test_sixty_blocks_with_little_cpu_memory(share: float) -> None:
+    limit_bytes = int(0.1 * most_waiting(SIXTY))
+    limited = replace(SIXTY, host_limit_bytes=limit_bytes)
+    least = smallest_peak(limited).peak_bytes
+    plain = predict_step(limited, dict(modes.assignments(limited))[modes.PLAIN]).peak_bytes
+    plan, free = (solve(costs, int(least + share * (plain - least))) for costs in (limited, SIXTY))
+    assert plan.within_ms == 0 and plan.states < 4_000
+    assert plan.prediction.cpu_bytes <= limit_bytes
+    assert plan.prediction.step_ms >= free.prediction.step_ms * (1 - 1e-6)
+
+
 def test_a_search_that_is_stopped_says_how_far_off_it_may_be() -> None:
     budget_bytes = 32 * 2**30
-    whole, stopped = quickest(SIXTY, budget_bytes, 1e9), quickest(SIXTY, budget_bytes, 1e9, most_states=0)
+    whole, stopped = quickest(SIXTY, budget_bytes, 1e9), quickest(SIXTY, budget_bytes, 1e9, most_work=0)
     assert whole.within_ms == 0 and whole.assignment is not None
     best_ms = predict_step(SIXTY, whole.assignment).added_ms
     assert stopped.within_ms > 0 and stopped.assignment is None

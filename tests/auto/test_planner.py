@@ -1,0 +1,116 @@
+"""What the planner learns from one step predicts the peaks of others: counted on the CPU, storage by storage."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lowtide import families
+from lowtide.auto.planner import Planner
+from lowtide.controls import CheckpointConfig
+from lowtide.handle import attach_as
+from lowtide.measure.build import build_model
+from lowtide.measure.inputs import build_inputs
+from lowtide.measure.parity import loss_of
+from lowtide.measure.probe import Probed, StepProbe
+from lowtide.measure.residents import residents
+from lowtide.plan.assignment import assignment_of
+from lowtide.plan.costs import StepCosts
+from lowtide.plan.predict_step import predict_step
+from lowtide.plan.schedule import Schedule
+from lowtide.plan.solve import smallest_peak, solve
+from lowtide.runtime.resolve import resolve
+from tests.measure.metering import CountingMeter
+
+CPU = torch.device("cpu")
+KEPT = CheckpointConfig(gradient_checkpointing=False)
+
+
+class Measured:
+    """A tiny model, its planner (nothing may move: CPU memory is what is counted), and steps of it that are watched."""
+
+    def __init__(self, key: str) -> None:
+        self.row = families.find(key)
+        self.model: nn.Module = build_model(self.row, "tiny").train(self.row.train_mode)
+        self.inputs = build_inputs(self.row.tiny, torch.float32)
+        self.resident_bytes = residents(self.model, self.inputs).total_bytes
+        self.planner = Planner(self.model, self.row.stacks, CPU, 2**40, 1, can_move=False)
+        self.planner.forecast((), self.inputs, trained_before=True)
+        self.step()  # gradients are there from now on
+
+    @property
+    def costs(self) -> StepCosts:
+        assert self.planner.costs is not None
+        return self.planner.costs
+
+    def step(self) -> None:
+        loss_of(self.model(**self.inputs)).backward()
+
+    def probed(self, schedule: Schedule, each: bool = False) -> Probed:
+        """With what lies there throughout added to the peak, as a device's allocator counts it."""
+        with attach_as(self.model, KEPT, schedule, self.row.key):
+            self.step()  # the first one under a schedule counts bytes
+            with CountingMeter() as meter:
+                probe = StepProbe(resolve(self.model, self.row.stacks), CPU, meter, each).start()
+                self.step()
+                seen = probe.stop()
+        assert seen is not None and seen.peak_bytes is not None
+        return replace(seen, peak_bytes=seen.peak_bytes + self.resident_bytes)
+
+    def errors(self, shares: list[float]) -> list[float]:
+        """Predicted over measured activations, less one, of the plans at these shares of the way to the plain run."""
+        least, most = smallest_peak(self.costs).peak_bytes, solve(self.costs, 2**40).prediction.peak_bytes
+        return [self._error(int(least + share * (most - least)) + 1) for share in shares]
+
+    def _error(self, budget_bytes: int) -> float:
+        plan = solve(self.costs, budget_bytes)
+        predicted = predict_step(self.costs, assignment_of(self.costs, plan.schedule)).highest.peak_bytes
+        measured: Any = self.probed(plan.schedule).peak_bytes
+        return (predicted - self.resident_bytes) / (measured - self.resident_bytes) - 1
+
+
+@pytest.mark.parametrize("key", ["flux1", "sd3_medium", "wan21_1_3b", "stable_cascade_c"])
+def test_one_step_teaches_what_others_take(key: str) -> None:
+    """The CPU's kernels save other things than a GPU's, for which the forecast is made: there is something to learn."""
+    shares = [0.1, 0.5, 1.0]
+    measured = Measured(key)
+    before = measured.errors(shares)
+    sample = measured.planner.sampling()
+    assert sample is not None
+    seen = measured.probed(sample, each=True)
+    assert set(seen.memory) == set(seen.times)
+    measured.planner.learn_bytes(sample, seen)
+    measured.planner.learn_peak(sample, seen)
+    after = measured.errors(shares)
+    assert max(map(abs, after)) <= 0.05
+    assert sum(map(abs, after)) < sum(map(abs, before))
+
+
+def test_the_largest_error_of_a_schedule_counts_and_another_one_begins_anew() -> None:
+    measured = Measured("sd3_medium")
+    planner, forecast_bytes = measured.planner, measured.costs.resident_bytes
+    first = solve(measured.costs, 2**40).schedule
+    second = solve(measured.costs, smallest_peak(measured.costs).peak_bytes + 1).schedule
+
+    def learn(schedule: Schedule, error_bytes: int) -> int:
+        expected = predict_step(
+            replace(measured.costs, resident_bytes=forecast_bytes), assignment_of(measured.costs, schedule)
+        ).highest.peak_bytes
+        planner.learn_peak(schedule, Probed({}, {}, 1.0, expected + error_bytes, expected + error_bytes + 7))
+        return measured.costs.resident_bytes - forecast_bytes
+
+    assert [learn(first, 100), learn(first, 300), learn(first, -50)] == [100, 300, 300]
+    assert [learn(second, -50), learn(second, -80)] == [-50, -50]
+    assert planner.spare_bytes == 7
+
+
+def test_states_that_are_still_to_come_are_part_of_the_peak() -> None:
+    measured = Measured("sd3_medium")
+    planner, forecast_bytes = measured.planner, measured.costs.resident_bytes
+    plan = solve(measured.costs, 2**40)
+    planner.pending_bytes = 1000
+    planner.learn_peak(plan.schedule, Probed({}, {}, 1.0, plan.prediction.highest.peak_bytes - 1000, 2**30))
+    assert measured.costs.resident_bytes == forecast_bytes
+    assert planner.budget_bytes > planner.spare_bytes > 0
