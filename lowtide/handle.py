@@ -18,7 +18,7 @@ from lowtide.runtime.ledger import BlockRecord, Ledger
 from lowtide.runtime.receipt import BlockReceipt, Copies, Note, Receipt
 from lowtide.runtime.resolve import ResolvedStack, child, resolve
 from lowtide.runtime.store import Store, accelerator_or_simulated
-from lowtide.runtime.swap import intercept, release
+from lowtide.runtime.swap import Routes, intercept, release
 from lowtide.runtime.tracer import Tracer
 from lowtide.runtime.unit import units_of
 
@@ -29,7 +29,14 @@ RUNS_LAST = "runs last, stays on the device"
 class Handle:
     """What ``attach`` returns: the receipt of the last step, and the way back. Also a context manager."""
 
-    def __init__(self, model: nn.Module, stacks: list[ResolvedStack], schedule: Schedule, config: CheckpointConfig):
+    def __init__(
+        self,
+        model: nn.Module,
+        stacks: list[ResolvedStack],
+        schedule: Schedule,
+        config: CheckpointConfig,
+        routes: Routes | None = None,
+    ) -> None:
         self.stacks = stacks
         wanted, schedule = schedule, without_last_round_trip(schedule, [stack.name for stack in stacks])
         self.schedule = schedule
@@ -42,7 +49,7 @@ class Handle:
         self._modules = {name: module for name, module, _ in units}
         intercepted = [(module, unit) for _, module, unit in units]
         self._tracer = Tracer(intercepted, self._ledger, providers(), self._store, entry_points())
-        intercept(self._modules.items(), self._tracer)
+        intercept(self._modules.items(), self._tracer if routes is None else routes.to(self._tracer))
 
     def receipt(self) -> Receipt:
         """What ran in the last step. Valid once its backward is done."""
@@ -140,9 +147,15 @@ class Handle:
 
 
 def attach_as(
-    model: nn.Module, config: CheckpointConfig, schedule: Schedule | None = None, family: str | None = None
+    model: nn.Module,
+    config: CheckpointConfig,
+    schedule: Schedule | None = None,
+    family: str | None = None,
+    routes: Routes | None = None,
 ) -> Handle:
     """Attach as the controls say, or as a schedule does; then they say only how memory is moved.
+
+    routes: of a model to which several handles are attached in turn.
 
     Raises ConfigError for a model that is attached already, a schedule of another model, or offload without an
     accelerator; UnsupportedError where the model cannot run the scope.
@@ -152,10 +165,10 @@ def attach_as(
     stacks = resolve(root, rows)
     if schedule is not None:
         _check_schedule(schedule, stacks)
-        return Handle(root, stacks, schedule, config)
+        return Handle(root, stacks, schedule, config, routes)
     schedule = schedule_for(stacks, config, type(root).__name__)
     _warn_of_ignored(config, stacks, type(root).__name__)
-    return Handle(root, stacks, schedule, config)
+    return Handle(root, stacks, schedule, config, routes)
 
 
 def schedule_for(stacks: list[ResolvedStack], config: CheckpointConfig, model: str = "this model") -> Schedule:

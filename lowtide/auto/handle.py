@@ -35,7 +35,7 @@ from lowtide.plan.solve import Plan
 from lowtide.runtime.link import simulated
 from lowtide.runtime.receipt import Receipt
 from lowtide.runtime.resolve import ResolvedStack, resolve
-from lowtide.runtime.swap import intercept, release
+from lowtide.runtime.swap import Routes, intercept, release
 
 _log = logging.getLogger("lowtide")
 
@@ -61,6 +61,7 @@ class AutoHandle:
             offload_min_bytes=config.offload_min_bytes,
         )
         self._family = family
+        self._routes, self._watching = Routes(), Routes()
         stacks = resolve(self._root, rows)
         self._handle = self._attached(Schedule({stack.name: keep_all(len(stack.blocks)) for stack in stacks}))
         self._rows = rows
@@ -140,7 +141,7 @@ class AutoHandle:
         except StopIteration:
             self._steps = None
         else:
-            self._probe = StepProbe(self.stacks, self._device, meter_of(self._device), each).start()
+            self._probe = StepProbe(self.stacks, self._device, meter_of(self._device), each, self._watching).start()
 
     def _stop_probe(self) -> Probed | None:
         """What the last step of the largest size showed."""
@@ -233,4 +234,4 @@ class AutoHandle:
 
     def _attached(self, schedule: Schedule) -> Handle:
         self._running = schedule
-        return attach_as(self._root, self._memory, schedule, self._family)
+        return attach_as(self._root, self._memory, schedule, self._family, self._routes)

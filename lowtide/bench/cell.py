@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 
+from lowtide.auto.budget import budget_bytes
+from lowtide.auto.handle import AutoHandle
 from lowtide.bench.attention import kernels
 from lowtide.bench.isolate import Died, isolated
 from lowtide.bench.modes import mode
+from lowtide.bench.planned import planned
 from lowtide.bench.record import Condition, Figures, Record
 from lowtide.bench.works import Task, build
-from lowtide.errors import UnsupportedError
+from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.handle import Handle
 from lowtide.measure.cover import uncovered
 from lowtide.testing import cpu_offload
@@ -31,18 +34,22 @@ class Effort:
     """How a cell is measured.
 
     warm_up: steps that are not counted (compilation, pinning, clocks). steps: counted ones. most_s: once the counted
-    steps have taken so long, no further one is begun; two are made anyway. timeout_s: of the whole cell.
+    steps have taken so long, no further one is begun; two are made anyway. timeout_s: of the whole cell. most_warm_up:
+    steps within which ``auto`` has to settle.
     """
 
     warm_up: int = 5
     steps: int = 10
     most_s: float = 60.0
     timeout_s: float = 1800.0
+    most_warm_up: int = 40
 
 
 @dataclass
 class _Measured:
     first_step_s: float = 0.0
+    warm_up_steps: int = 0
+    most_reserved_bytes: int | None = None
     times_s: list[float] = field(default_factory=list)
     peak_allocated_bytes: int = 0
     peak_reserved_bytes: int = 0
@@ -70,12 +77,16 @@ def run_apart(condition: Condition, effort: Effort, device: str, machine: Mappin
 
 
 @contextmanager
-def entered(condition: Condition, device: str) -> Iterator[tuple[Task, Handle | None]]:
+def entered(condition: Condition, device: str) -> Iterator[tuple[Task, Handle | AutoHandle | None]]:
     """The task of a cell in the cell's mode; with a handle where lowtide is attached. Raises what building raises."""
     task = build(condition, device)
     if condition.compile == "regional":
         compile_blocks(task)
-    more = {"offload_min_bytes": 1} if condition.size == "tiny" and mode(condition.mode).attaches else {}
+    more: dict[str, Any] = {}
+    if condition.size == "tiny" and mode(condition.mode).attaches:
+        more["offload_min_bytes"] = 1
+    if condition.vram_budget is not None:
+        more["vram_budget"] = condition.vram_budget
     with (
         cpu_offload() if device == "cpu" else nullcontext(),
         kernels(condition.attention),
@@ -87,30 +98,37 @@ def entered(condition: Condition, device: str) -> Iterator[tuple[Task, Handle | 
 def _measure(condition: Condition, effort: Effort, device: str) -> tuple[Figures, dict[str, Any] | None]:
     begin = time.perf_counter()
     with entered(condition, device) as (task, handle):
-        measured = _steps(task, effort, device, begin)
+        measured = _steps(task, handle, effort, device, begin)
         receipt = receipt_of(task, handle) if handle is not None else None
     figures = Figures(
         step_s=statistics.median(measured.times_s),
         step_times_s=tuple(measured.times_s),
-        warm_up_steps=effort.warm_up,
+        warm_up_steps=measured.warm_up_steps,
         peak_allocated_bytes=measured.peak_allocated_bytes,
         peak_reserved_bytes=measured.peak_reserved_bytes,
         host_peak_bytes=host_peak_bytes(),
         first_step_s=measured.first_step_s,
         parameters=task.parameters,
         trainable_parameters=sum(tensor.numel() for tensor in task.trained),
+        most_reserved_bytes=measured.most_reserved_bytes,
     )
     return figures, receipt
 
 
-def _steps(task: Task, effort: Effort, device: str, begin: float) -> _Measured:
+def _steps(task: Task, handle: Handle | AutoHandle | None, effort: Effort, device: str, begin: float) -> _Measured:
     """Steps follow each other as in training; the host waits for the device once a step, for its time."""
     measured = _Measured()
-    for number in range(effort.warm_up):
-        task.step()
+    auto = handle if isinstance(handle, AutoHandle) else None
+    reserved = []
+    for number in _warm_up(auto, effort):
+        with _planning(auto):
+            task.step()
         synchronize(device)
         if number == 0:
             measured.first_step_s = time.perf_counter() - begin
+        measured.warm_up_steps = number + 1
+        if device != "cpu":  # now: the next step that auto measures resets it
+            reserved.append(torch.accelerator.max_memory_reserved())
     gc.collect()
     with peaks(device, measured):
         while _goes_on(measured.times_s, effort):
@@ -118,7 +136,32 @@ def _steps(task: Task, effort: Effort, device: str, begin: float) -> _Measured:
             task.step()
             synchronize(device)
             measured.times_s.append(time.perf_counter() - start)
+    if auto is not None and device != "cpu":
+        measured.most_reserved_bytes = max(*reserved, measured.peak_reserved_bytes)
     return measured
+
+
+def _warm_up(auto: AutoHandle | None, effort: Effort) -> Iterator[int]:
+    """Numbers of the steps before those that count. ``auto`` has to settle in them: the last one is the first under the
+    schedule that stays. Raises RuntimeError where it does not."""
+    yield from range(effort.warm_up)
+    number = effort.warm_up
+    while auto is not None and not auto.settled:
+        if number >= effort.most_warm_up:
+            raise RuntimeError(f"auto had not settled after {number} steps")
+        yield number
+        number += 1
+
+
+@contextmanager
+def _planning(auto: AutoHandle | None) -> Iterator[None]:
+    """Around a step. Nothing fits in the budget, or the step cannot be planned: ``auto`` is not for this model then."""
+    try:
+        yield
+    except ConfigError as error:
+        if auto is None:
+            raise
+        raise UnsupportedError(str(error)) from error
 
 
 def _goes_on(times_s: list[float], effort: Effort) -> bool:
@@ -155,15 +198,19 @@ def host_peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def receipt_of(task: Task, handle: Handle) -> dict[str, Any]:
-    """The receipt with its blocks counted by treatment; a stack that nothing treats is told as inert."""
+def receipt_of(task: Task, handle: Handle | AutoHandle) -> dict[str, Any]:
+    """The receipt with its blocks counted by treatment; a stack that nothing treats is told as inert. Of ``auto``, what
+    it planned too."""
     receipt = handle.receipt().as_dict()
     missing = [
         {"option": "backend", "reason": f"{len(names)} blocks of {kind} ({names[0]} the first) are in no treated stack"}
         for kind, names in uncovered(task.model, task.stacks)
     ]
     treatments = Counter(block["treatment"] for block in receipt["blocks"])
-    return {**receipt, "blocks": dict(treatments), "inert": receipt["inert"] + missing}
+    counted = {**receipt, "blocks": dict(treatments), "inert": receipt["inert"] + missing}
+    if isinstance(handle, AutoHandle) and handle.plan is not None:
+        counted["plan"] = planned(handle.plan, budget_bytes(handle.config.vram_budget))
+    return counted
 
 
 def in_a_line(error: BaseException) -> str:

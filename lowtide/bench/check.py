@@ -9,6 +9,7 @@ from lowtide.bench.modes import MODES
 from lowtide.bench.precision import PRECISIONS
 from lowtide.bench.record import Condition
 from lowtide.errors import ConfigError
+from lowtide.keys import AUTO
 from lowtide.measure.inputs import namespace
 
 _COMPILE = ("off", "regional")
@@ -32,6 +33,17 @@ def check(condition: Condition) -> None:
         namespace(row.tiny if condition.size == "tiny" else row.real, condition.sizes)
     if condition.adapter == "full" and condition.precision != "bf16":
         raise ConfigError(f"precision {condition.precision} trains a LoRA only: its weights are quantised")
+    _check_budget(condition)
+
+
+def _check_budget(condition: Condition) -> None:
+    if condition.mode == AUTO and condition.vram_budget is None:
+        raise ConfigError(f"mode {AUTO} needs a budget; `bench synthetic` and `bench family` take one: --vram-budget")
+    if condition.size == "tiny" and condition.vram_budget == AUTO:
+        raise ConfigError(
+            f"mode {AUTO} at --size tiny runs on the CPU, where nothing tells what is free: give a --vram-budget, as "
+            "in 128MiB"
+        )
 
 
 def _among(name: str, value: str, allowed: Collection[str]) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from lowtide.bench.describe import facets, work_order, work_title
+from lowtide.bench.describe import facets, mode_title, work_order, work_title
 from lowtide.bench.outcome import GIB, NOT_RUN, PEAK_TOLERANCE, Outcome, outcomes, peaks_differ, seconds
 from lowtide.bench.record import Record
 
@@ -91,7 +91,7 @@ def _apart(a: Iterable[Outcome], b: Iterable[Outcome]) -> Iterator[str]:
 def _parts(outcome: Outcome) -> dict[str, str]:
     condition = outcome.condition
     work = work_title(condition, outcome.on_cpu)
-    return {"work": work, "mode": condition.mode, **facets(condition, outcome.card)}
+    return {"work": work, "mode": mode_title(condition), **facets(condition, outcome.card)}
 
 
 def _listed(values: Sequence[str], most: int = 4) -> str:
@@ -131,7 +131,8 @@ def _peak_change(a: Outcome, b: Outcome) -> Change | None:
 def _change(kind: Kind, what: str, outcome: Outcome, before: str, after: str) -> Change:
     condition = outcome.condition
     where = ", ".join(facets(condition, outcome.card).values())
-    return Change(kind, what, work_title(condition, outcome.on_cpu), condition.mode, where, before, after)
+    work = work_title(condition, outcome.on_cpu)
+    return Change(kind, what, work, mode_title(condition), where, before, after)
 
 
 def _time(outcome: Outcome) -> str:

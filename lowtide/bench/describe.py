@@ -1,5 +1,6 @@
 """Works, conditions and modes in words, and the order in which people see them."""
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, count
@@ -7,6 +8,8 @@ from typing import Any
 
 from lowtide import families
 from lowtide.bench.record import Condition
+from lowtide.keys import AUTO
+from lowtide.units import UNITS, parse_bytes
 
 BASELINES = ("torch-checkpoint", "diffusers")
 """Other ways of recomputing: torch's own checkpoint around each block, diffusers' enable_gradient_checkpointing."""
@@ -25,18 +28,54 @@ MODES = (
     "unsloth",
     "selective",
     "selective-offload",
+    AUTO,
 )
 """Every mode of ``bench.modes``, in the order in which people see them."""
 _TRAINED = {"lora": "LoRA", "lokr": "LoKr", "full": "all weights trained", "frozen": "frozen"}
 _COMPILE = {"off": "no compile", "regional": "regional compile"}
 _TOLD_SIZES = ("B", "FR", "H", "W", "T", "SEC")
 _SYNTHETIC = re.compile(r"(\d+)x(\d+)")
+_FREE = "what is free"
 
 
-def ordered_modes(found: Iterable[str]) -> tuple[str, ...]:
-    """Each mode once: those of the bench in their order, then others, by name."""
-    distinct = set(found)
-    return (*(mode for mode in MODES if mode in distinct), *sorted(distinct - set(MODES)))
+def mode_title(condition: Condition) -> str:
+    """The mode, and of ``auto`` its budget: ``"layer"``, ``"auto (12 GiB)"``, ``"auto (what is free)"``. No two budgets
+    have one title."""
+    budget = condition.vram_budget
+    if budget is None:
+        return condition.mode
+    return f"{condition.mode} ({exact_size(budget) if isinstance(budget, int) else _FREE})"
+
+
+def ordered_modes(conditions: Iterable[Condition]) -> tuple[str, ...]:
+    """The title of each mode once: those of the bench in their order, ``auto`` by budget, then others, by name."""
+    places = {mode_title(condition): _place(condition) for condition in conditions}
+    return tuple(sorted(places, key=places.__getitem__))
+
+
+def _place(condition: Condition) -> tuple[int, float, str]:
+    known = condition.mode in MODES
+    budget = condition.vram_budget
+    size = budget if isinstance(budget, int) else -1 if budget is None else math.inf
+    return MODES.index(condition.mode) if known else len(MODES), size, condition.mode
+
+
+def plans(mode: str) -> bool:
+    """Whether the schedule is chosen within a budget in the mode of this title."""
+    return mode.partition(" ")[0] == AUTO
+
+
+def exact_size(size_bytes: int) -> str:
+    """In the largest unit in which two decimals say it exactly: ``"12 GiB"``, ``"1.5 GB"``, ``"7 B"``."""
+    units = sorted(((parse_bytes(f"1{unit}"), unit) for unit in UNITS), reverse=True)
+    unit_bytes, unit = next(
+        (unit_bytes, unit)
+        for unit_bytes, unit in units
+        if size_bytes >= unit_bytes and not size_bytes * 100 % unit_bytes
+    )
+    hundredths = size_bytes * 100 // unit_bytes
+    fraction = f".{hundredths % 100:02}".rstrip("0").rstrip(".")
+    return f"{hundredths // 100}{fraction} {unit}"
 
 
 def offloads(mode: str) -> bool:

@@ -6,6 +6,7 @@ from statistics import median
 from typing import Any
 
 from lowtide.bench.outcome import GIB, Outcome, first_line
+from lowtide.bench.planned import in_words
 from lowtide.bench.report import Cell, Matrix
 
 
@@ -37,6 +38,7 @@ def _detail(cell: Cell, outcome: Outcome, column: str) -> Detail:
     last = outcome.records[-1].receipt or {}
     spread = outcome.spread_s if figures else None
     notes = [*outcome.inert, *map(first_line, outcome.reasons), *cell.remarks, *_receipt_notes(last)]
+    notes += in_words(last["plan"], figures[-1]) if figures and "plan" in last else []
     notes += [f"{outcome.superseded} earlier records of other commits left out"] if outcome.superseded else []
     return Detail(
         mode=cell.mode,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from matplotlib.lines import Line2D
 
-from lowtide.bench.describe import offloads
+from lowtide.bench.describe import offloads, plans
 
 FRONTIER = "#90cdf4"
 DARK, GREY = "#1a202c", "#718096"
@@ -20,11 +20,12 @@ class Style:
 
     @property
     def ours(self) -> bool:
-        return self in (RECOMPUTES, OFFLOADS)
+        return self in (RECOMPUTES, OFFLOADS, PLANS)
 
 
 RECOMPUTES = Style("lowtide, recomputation", "o", "#2b6cb0", 6.5)
 OFFLOADS = Style("lowtide, CPU offload", "^", "#d53f8c", 7.0)
+PLANS = Style("lowtide, auto", "P", "#6b46c1", 8.5)
 _THEIRS = {
     "none": Style("nothing recomputed", "*", DARK, 12),
     "torch-checkpoint": Style("torch's own checkpoint", "s", "#ed8936", 10.5),
@@ -33,7 +34,7 @@ _THEIRS = {
 
 
 def style(mode: str) -> Style:
-    return _THEIRS.get(mode, OFFLOADS if offloads(mode) else RECOMPUTES)
+    return _THEIRS.get(mode, PLANS if plans(mode) else OFFLOADS if offloads(mode) else RECOMPUTES)
 
 
 def legend(modes: Iterable[str]) -> list[Line2D]:
@@ -41,7 +42,7 @@ def legend(modes: Iterable[str]) -> list[Line2D]:
     found = {style(mode) for mode in modes}
     marks = [
         Line2D([], [], linestyle="", marker=s.marker, color=s.color, markersize=s.size, label=s.label)
-        for s in (*_THEIRS.values(), RECOMPUTES, OFFLOADS)
+        for s in (*_THEIRS.values(), RECOMPUTES, OFFLOADS, PLANS)
         if s in found
     ]
     return [*marks, Line2D([], [], color=FRONTIER, linewidth=1.6, label="Pareto frontier")]

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import lowtide
+from lowtide.auto.handle import AutoHandle
 from lowtide.bench.diffusers_checkpoint import diffusers_checkpointing
 from lowtide.bench.torch_checkpoint import checkpointed
 from lowtide.bench.works import Task
 from lowtide.errors import ConfigError
 from lowtide.handle import Handle
+from lowtide.keys import AUTO
 
 NONE = "none"
 ATTACHED: Mapping[str, Mapping[str, Any]] = {
@@ -26,8 +28,9 @@ ATTACHED: Mapping[str, Mapping[str, Any]] = {
     "unsloth": {"backend": "unsloth"},
     "selective": {"backend": "torch-selective"},
     "selective-offload": {"backend": "unsloth-selective"},
+    AUTO: {"backend": AUTO},
 }
-"""Arguments of ``lowtide.attach`` by mode."""
+"""Arguments of ``lowtide.attach`` by mode; what ``auto`` may reserve is a part of the condition."""
 
 BASELINES: Mapping[str, Callable[[Task], AbstractContextManager[None]]] = {
     NONE: lambda task: nullcontext(),
@@ -49,7 +52,7 @@ class Mode:
     def attaches(self) -> bool:
         return self.name in ATTACHED
 
-    def enter(self, task: Task, **more: Any) -> AbstractContextManager[Handle | None]:
+    def enter(self, task: Task, **more: Any) -> AbstractContextManager[Handle | AutoHandle | None]:
         """more: further arguments of ``lowtide.attach``. Raises what attach raises."""
         if self.attaches:
             return lowtide.attach(task.model, **ATTACHED[self.name], **more)

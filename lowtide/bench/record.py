@@ -10,8 +10,9 @@ from typing import Any, BinaryIO, Literal
 from lowtide.errors import ConfigError
 
 State = Literal["ok", "oom", "failed", "unsupported"]
-"""ok: figures are there. oom: the device's memory ran out. failed: no countable step was reached. unsupported: attach
-raised, so this model cannot run the mode at all. A cell without a record was not run."""
+"""ok: figures are there. oom: the device's memory ran out, or a budget of it. failed: no countable step was reached.
+unsupported: this model cannot run the mode at all, or nothing fits in the budget. A cell without a record was not
+run."""
 
 FORMAT = 1
 """Of the lines; a reader refuses what it does not know."""
@@ -24,7 +25,8 @@ class Condition:
     work: a family's key, or a synthetic shape ("16x4096"). mode: see ``bench.modes``. size: tiny is to try a benchmark
     out, on a CPU too; its figures say nothing. adapter: what is trained; rank: of its LoRA. attention: a backend's
     name, "default" for what the model uses. sizes: of the inputs, by the names of the family's row (B, H, W, FR, T …).
-    depth: blocks a stack where the model was cut, empty where it is whole.
+    depth: blocks a stack where the model was cut, empty where it is whole. vram_budget: of mode auto, in bytes, or
+    "auto": what is free; None in every other mode.
     """
 
     kind: Literal["synthetic", "family"]
@@ -38,11 +40,15 @@ class Condition:
     attention: str = "default"
     sizes: Mapping[str, int] = field(default_factory=dict)
     depth: Mapping[str, int] = field(default_factory=dict)
+    vram_budget: int | str | None = None
 
     @property
     def key(self) -> str:
-        """The same text for equal conditions."""
-        return json.dumps(asdict(self), sort_keys=True)
+        """The same text for equal conditions; of one without a budget, what it was before there were budgets."""
+        fields = asdict(self)
+        if self.vram_budget is None:
+            del fields["vram_budget"]
+        return json.dumps(fields, sort_keys=True)
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,8 @@ class Figures:
 
     step_s: median; step_times_s: each. peak_*_bytes: of the accelerator, over those steps; host_peak_bytes: of the
     process, over its life. first_step_s: building, attaching and the first step, pinning and compilation included.
+    most_reserved_bytes: of the accelerator in mode auto, over all steps, those that it measured included; else None.
+    What PyTorch gave back within a step that was measured is not in it.
     """
 
     step_s: float
@@ -62,6 +70,7 @@ class Figures:
     first_step_s: float
     parameters: int
     trainable_parameters: int
+    most_reserved_bytes: int | None = None
 
     @property
     def spread_s(self) -> float:
@@ -73,8 +82,8 @@ class Record:
     """A cell that was run.
 
     reason: why there are no figures. receipt: as ``Receipt.as_dict()`` gives it, the list of blocks replaced by counts
-    of treatments ({"blocks": {"whole": 12, "kept": 1}}); None where lowtide was not attached. machine: see
-    ``bench.provenance``.
+    of treatments ({"blocks": {"whole": 12, "kept": 1}}), and in mode auto with a "plan" (``bench.planned``); None where
+    lowtide was not attached. machine: see ``bench.provenance``.
     """
 
     condition: Condition

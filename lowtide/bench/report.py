@@ -12,7 +12,9 @@ from lowtide.bench.describe import (
     MODES,
     distinct_names,
     facets,
+    mode_title,
     ordered_modes,
+    plans,
     told_apart,
     work_order,
     work_title,
@@ -47,10 +49,11 @@ LEGEND = (
     f"were counted, from the fastest to the slowest ('only' where they are fewer than {FEW_STEPS}: no firm figure); "
     "then its time as a multiple of mode none's and of torch's own checkpoint's (× torch) under the same condition; "
     "then, in italics, the public figures for the same work, mode and precision, each with its card, or 'no "
-    "reference'. OOM: the device's memory ran out. failed: no countable step was reached. unsupported: this model "
-    "cannot run the mode. not run: not asked for. inert: an option changed nothing in the measured steps, so the cell "
-    "is no result of its mode; its figures are left out. Weights are random: time and memory do not depend on their "
-    "values, and nothing here speaks of what a model learns."
+    "reference'. auto (12 GiB): what auto settled on where PyTorch may reserve 12 GiB. OOM: the device's memory, or "
+    "auto's budget, ran out. failed: no countable step was reached. unsupported: this model cannot run the mode, or no "
+    "schedule fits in auto's budget. not run: not asked for. inert: an option changed nothing in the measured steps, "
+    "so the cell is no result of its mode; its figures are left out. Weights are random: time and memory do not depend "
+    "on their values, and nothing here speaks of what a model learns."
 )
 ON_CPU = (
     "Measured on a CPU: offload is simulated by copies within CPU memory, and the peak is that of the process. Such "
@@ -63,10 +66,11 @@ TRUNCATED = (
 
 @dataclass(frozen=True)
 class Cell:
-    """One mode under one condition. outcome: None where it was not run. remarks: what a reader must know of it.
+    """One mode, by its title (``describe.mode_title``), under one condition.
 
-    why_no_reference: where public figures could not stand beside it at all. x_none, x_torch: its time as a multiple of
-    theirs, where both are results.
+    outcome: None where it was not run. remarks: what a reader must know of it. why_no_reference:
+    where public figures could not stand beside it at all. x_none, x_torch: its time as a multiple of theirs, where both
+    are results.
     """
 
     mode: str
@@ -193,11 +197,11 @@ def _name(found: Sequence[Outcome]) -> str:
 def _matrix(found: Sequence[Outcome], name: str) -> Matrix:
     by_column: dict[tuple[str, str], dict[str, Outcome]] = {}
     for outcome in found:
-        key = (replace(outcome.condition, mode="").key, outcome.card)
-        by_column.setdefault(key, {})[outcome.condition.mode] = outcome
-    condition, on_cpu = replace(found[0].condition, mode=""), found[0].on_cpu
+        key = (_in_mode("", outcome.condition).key, outcome.card)
+        by_column.setdefault(key, {})[mode_title(outcome.condition)] = outcome
+    condition, on_cpu = _in_mode("", found[0].condition), found[0].on_cpu
     groups = sorted(by_column.values(), key=_column_order)
-    modes = ordered_modes(mode for group in groups for mode in (*group, *_published_modes(group)))
+    modes = ordered_modes(condition for group in groups for condition in _rows(group))
     titles, common = told_apart([facets(first.condition, first.card) for first in map(_first, groups)])
     columns = tuple(_column(group, title or "s/step / GiB", modes) for group, title in zip(groups, titles, strict=True))
     title = work_title(condition, on_cpu)
@@ -208,10 +212,16 @@ def _first(group: Mapping[str, Outcome]) -> Outcome:
     return next(iter(group.values()))
 
 
-def _published_modes(group: Mapping[str, Outcome]) -> Iterator[str]:
-    """The modes of the bench that have a public figure under a column's condition, whether they were run or not."""
+def _in_mode(mode: str, condition: Condition) -> Condition:
+    return replace(condition, mode=mode, vram_budget=None)
+
+
+def _rows(group: Mapping[str, Outcome]) -> Iterator[Condition]:
+    """What was run of a column, and the modes of the bench that have a public figure under its condition."""
+    yield from (outcome.condition for outcome in group.values())
     first = _first(group)
-    yield from (mode for mode in MODES if not first.on_cpu and references(replace(first.condition, mode=mode)))
+    published_here = (_in_mode(mode, first.condition) for mode in MODES if not first.on_cpu)
+    yield from (condition for condition in published_here if references(condition))
 
 
 def _column_order(group: Mapping[str, Outcome]) -> tuple[Any, ...]:
@@ -224,7 +234,7 @@ def _column_order(group: Mapping[str, Outcome]) -> tuple[Any, ...]:
 
 def _column(group: Mapping[str, Outcome], title: str, modes: Sequence[str]) -> Column:
     first = _first(group)
-    condition = replace(first.condition, mode="")
+    condition = _in_mode("", first.condition)
     cells = tuple(_cell(mode, group) for mode in modes)
     differs = differences(condition) if any(cell.references for cell in cells) else ()
     return Column(condition, first.card, title, tuple(differs), cells)
@@ -233,7 +243,7 @@ def _column(group: Mapping[str, Outcome], title: str, modes: Sequence[str]) -> C
 def _cell(mode: str, group: Mapping[str, Outcome]) -> Cell:
     first, outcome = _first(group), group.get(mode)
     why = incomparable(first.condition) or "CPU" * first.on_cpu
-    cell = Cell(mode, outcome, () if why else references(replace(first.condition, mode=mode)), why)
+    cell = Cell(mode, outcome, () if why else references(_in_mode(mode, first.condition)), why)
     if outcome is None:
         return cell
     remarks = [f"runs disagree in {what}" for what in outcome.disagreements()]
@@ -251,10 +261,11 @@ def _ratio(outcome: Outcome, other: Outcome | None) -> float | None:
 
 
 def _no_gain(mode: str, group: Mapping[str, Outcome]) -> Iterator[str]:
-    """Where a mode's peak is not below that of the mode it should improve on, something else makes the peak."""
+    """Where a mode's peak is not below that of the mode it should improve on, something else makes the peak. ``auto``
+    may take what its budget allows."""
     other = _WITHOUT_OFFLOAD.get(mode, "none")
     ours, theirs = group[mode], group.get(other)
-    if mode == "none" or theirs is None or theirs.state != "ok":
+    if mode == "none" or plans(mode) or theirs is None or theirs.state != "ok":
         return
     if ours.peak_bytes >= theirs.peak_bytes or not peaks_differ(ours.peak_bytes, theirs.peak_bytes):
         why = ": weights, gradients and optimizer states make it" if ours.condition.adapter == "full" else ""

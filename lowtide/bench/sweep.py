@@ -10,10 +10,12 @@ from lowtide import families
 from lowtide.bench import record as records
 from lowtide.bench.record import Condition, Record
 from lowtide.bench.works import LARGEST_WHOLE, depth_of
+from lowtide.keys import AUTO
 
 SYNTHETIC = ("16x1024", "16x4096", "16x16384", "32x4096")
 """Blocks x tokens of the public synthetic sweep."""
 _FINISHED = ("ok", "oom", "unsupported")
+Budgets = Sequence[int | str | None]
 
 
 @dataclass(frozen=True)
@@ -27,14 +29,19 @@ class Progress:
 
 
 def synthetic_conditions(
-    works: Sequence[str], modes: Sequence[str], adapters: Sequence[str], rank: int, **common: Any
+    works: Sequence[str],
+    modes: Sequence[str],
+    adapters: Sequence[str],
+    rank: int,
+    budgets: Budgets = (None,),
+    **common: Any,
 ) -> Iterator[Condition]:
-    """Every work with every kind of training and every mode. rank: where it is a LoRA. common: the other fields of
-    ``Condition``."""
-    for work, adapter, mode in itertools.product(works, adapters, modes):
-        if mode != "diffusers":
+    """Every work with every kind of training and every mode. rank: where it is a LoRA. budgets: of mode auto, a
+    condition each. common: the other fields of ``Condition``."""
+    for work, adapter, setting in itertools.product(works, adapters, _settings(modes, budgets)):
+        if setting["mode"] != "diffusers":
             own = {"adapter": adapter, "rank": rank if adapter == "lora" else None}
-            yield Condition("synthetic", work, mode, **own, **common)  # type: ignore[arg-type]
+            yield Condition("synthetic", work, **setting, **own, **common)
 
 
 def family_conditions(
@@ -42,11 +49,12 @@ def family_conditions(
     modes: Sequence[str],
     sizes: Mapping[str, int],
     most_parameters: int = LARGEST_WHOLE,
+    budgets: Budgets = (None,),
     **common: Any,
 ) -> Iterator[Condition]:
     """Every family in every mode, at its row's sizes except for ``sizes``; large ones are cut (``works.depth_of``).
 
-    Raises ConfigError for a name that is unknown.
+    budgets: of mode auto, a condition each. Raises ConfigError for a name that is unknown.
     """
     for name in names:
         row = families.find(name)
@@ -54,7 +62,7 @@ def family_conditions(
         usual = (row.tiny if tiny else row.real).vars
         depth = {} if tiny else depth_of(row, most_parameters)
         base = Condition("family", row.key, "none", sizes={**usual, **sizes}, depth=depth, **common)
-        yield from (replace(base, mode=mode) for mode in modes)
+        yield from (replace(base, **setting) for setting in _settings(modes, budgets))
 
 
 def sweep(
@@ -89,6 +97,12 @@ def finished(out: Path, card: str | None) -> set[str]:
         for record in records.read(out)
         if record.state in _FINISHED and record.machine.get("card") == card
     }
+
+
+def _settings(modes: Sequence[str], budgets: Budgets) -> list[dict[str, Any]]:
+    return [
+        {"mode": mode, "vram_budget": budget} for mode in modes for budget in (budgets if mode == AUTO else (None,))
+    ]
 
 
 def _distinct(conditions: Iterable[Condition]) -> list[Condition]:

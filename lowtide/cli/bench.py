@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from lowtide.bench.describe import mode_title
 from lowtide.cli.bench_common import (
     Attention,
     Compile,
@@ -18,7 +19,9 @@ from lowtide.cli.bench_common import (
     Size,
     Sizes,
     Steps,
+    VramBudget,
     WarmUp,
+    budgets_of,
     checked,
     device_for,
     libraries,
@@ -26,6 +29,8 @@ from lowtide.cli.bench_common import (
     sizes_of,
 )
 from lowtide.cli.output import say, show, working
+from lowtide.errors import ConfigError
+from lowtide.keys import AUTO
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -47,6 +52,7 @@ def synthetic(
     out: Out,
     work: Works = None,
     modes: Modes = "all",
+    vram_budget: VramBudget = None,
     adapter: Adapters = "frozen,lora,full",
     rank: Rank = 16,
     compile: Compile = "off",
@@ -60,8 +66,8 @@ def synthetic(
     with working():
         sweep = _bench()
         common = {"compile": compile, "attention": attention, "size": size, "rank": rank}
-        works = work or sweep.SYNTHETIC
-        cells = sweep.synthetic_conditions(works, mode_names(modes), _listed(adapter), **common)
+        chosen = {"modes": mode_names(modes, vram_budget is not None), "budgets": budgets_of(vram_budget)}
+        cells = sweep.synthetic_conditions(work or sweep.SYNTHETIC, adapters=_listed(adapter), **chosen, **common)
         made = _swept(cells, out / "synthetic.jsonl", warm_up, steps, again)
     show(*_ending(made, out))
 
@@ -70,6 +76,7 @@ def family(
     names: Names,
     out: Out,
     modes: Modes = "all",
+    vram_budget: VramBudget = None,
     adapter: Adapter = "lora",
     rank: Rank = 16,
     precision: Precision = "bf16",
@@ -86,19 +93,28 @@ def family(
     with working():
         sweep = _bench()
         common = {"precision": precision, "compile": compile, "attention": attention, "size": size}
+        chosen = {"modes": mode_names(modes, vram_budget is not None), "budgets": budgets_of(vram_budget)}
         cells = sweep.family_conditions(
-            _families(names), mode_names(modes), sizes_of(sizes or ()), most_parameters(largest),
-            adapter=adapter, rank=rank if adapter == "lora" else None, **common,
+            _families(names), sizes=sizes_of(sizes or ()), most_parameters=most_parameters(largest),
+            adapter=adapter, rank=rank if adapter == "lora" else None, **chosen, **common,
         )  # fmt: skip
         made = _swept(cells, out / "family.jsonl", warm_up, steps, again)
     show(*_ending(made, out))
 
 
-def mode_names(text: str) -> list[str]:
-    """Raises ConfigError for an unknown mode."""
+def mode_names(text: str, budgeted: bool) -> list[str]:
+    """``all``: ``auto`` among them where a budget is given.
+
+    Raises ConfigError for an unknown mode, and for a budget that none of them takes.
+    """
     from lowtide.bench.modes import MODES, mode
 
-    return list(MODES) if text.strip() == "all" else [mode(name).name for name in _listed(text)]
+    if text.strip() == "all":
+        return [name for name in MODES if budgeted or name != AUTO]
+    names = [mode(name).name for name in _listed(text)]
+    if budgeted and AUTO not in names:
+        raise ConfigError(f"--vram-budget is for mode {AUTO}, and --modes {text} is without it")
+    return names
 
 
 def _bench() -> Any:
@@ -137,7 +153,7 @@ def _told() -> "Iterator[Callable[[Told], None]]":
         task = bar.add_task("cells", total=None)
 
         def tell(told: "Told") -> None:
-            name = f"{told.condition.work} {told.condition.mode}"
+            name = f"{told.condition.work} {mode_title(told.condition)}"
             bar.update(task, total=told.total, completed=told.number + (told.record is not None), description=name)
             if told.record is not None:
                 line = f"{told.number + 1}/{told.total} {_title(told.condition)}: {_outcome(told.record)}"
@@ -148,7 +164,7 @@ def _told() -> "Iterator[Callable[[Told], None]]":
 
 def _title(condition: "Condition") -> str:
     extra = [condition.adapter, condition.precision, f"compile {condition.compile}" * (condition.compile != "off")]
-    return ", ".join(filter(None, [condition.work, condition.mode, *extra]))
+    return ", ".join(filter(None, [condition.work, mode_title(condition), *extra]))
 
 
 def _outcome(record: "Record") -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowtide.errors import ConfigError, MachineError
+from lowtide.keys import AUTO, Budget
 
 if TYPE_CHECKING:
     from lowtide.bench.record import Condition
@@ -27,6 +28,10 @@ Largest = Annotated[
 ]
 Size = Annotated[str, typer.Option(metavar="real|tiny", help="tiny: to try a benchmark out, on a CPU too.")]
 WarmUp = Annotated[int, typer.Option(metavar="N", min=1, help="First steps, that are not counted.")]
+VramBudget = Annotated[
+    str | None,
+    typer.Option(metavar="LIST", help="Of mode auto: 16GiB, or auto (what is free, the default). A cell each."),
+]
 Steps = Annotated[int, typer.Option(metavar="N", min=2, help="Counted steps.")]
 
 
@@ -60,6 +65,14 @@ def accelerator() -> str:
     if device is None:
         raise MachineError("there is no accelerator; real sizes are measured on one. --size tiny runs on the CPU")
     return device.type
+
+
+def budgets_of(text: str | None) -> list[int | str]:
+    """Of ``--vram-budget``: bytes or ``auto``. Raises ConfigError for what is no budget."""
+    try:
+        return [AUTO] if text is None else [Budget()(part.strip()) for part in text.split(",")]
+    except ConfigError as error:
+        raise ConfigError(f"--vram-budget {error}") from None
 
 
 def sizes_of(pairs: Iterable[str]) -> dict[str, int]:

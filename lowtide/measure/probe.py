@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from lowtide.measure.meter import Meter
 from lowtide.runtime.flatten import tensors_of
 from lowtide.runtime.resolve import ResolvedStack
+from lowtide.runtime.swap import Routes, intercept, release
 
 Block = tuple[str, int]
 
@@ -82,17 +82,21 @@ class _Peak:
 
 @dataclass
 class StepProbe:
-    """Hooks on every block from ``start`` to ``stop``. One forward and its backward run between them.
+    """Watches every block from ``start`` to ``stop``. One forward and its backward run between them.
+
+    Not by hooks of modules: these would be compiled with a compiled block.
 
     meter: of the device; None: no memory is measured. each: that of each block, too; the meter is then reset at every
-    block's backward, else at the start only.
+    block's backward, else at the start only. routes: of the probes of one model, one after another.
     """
 
     stacks: Sequence[ResolvedStack]
     device: torch.device
     meter: Meter | None = None
     each: bool = False
-    _hooks: list[RemovableHandle] = field(default_factory=list)
+    routes: Routes = field(default_factory=Routes)
+    active: bool = field(default=False, init=False)
+    _names: dict[int, Block] = field(default_factory=dict)
     _seen: dict[Block, _Seen] = field(default_factory=dict)
     _order: list[Block] = field(default_factory=list)
     _end: Any = None
@@ -102,16 +106,18 @@ class StepProbe:
         self._mark = _marks_of(self.device)
         if self.meter is not None:
             self.meter.reset()
-        for stack in self.stacks:
-            for index, (_, block) in enumerate(stack.blocks):
-                self._hooks += self._watched((stack.name, index), block)
+        blocks = [(name, block) for stack in self.stacks for name, block in stack.blocks]
+        self._names = {
+            id(block): (stack.name, index) for stack in self.stacks for index, (_, block) in enumerate(stack.blocks)
+        }
+        intercept(blocks, self.routes.to(self), around=True)
+        self.active = True
         return self
 
     def stop(self) -> Probed | None:
         """What was seen; None where backward did not run through, or did not come to every block of the forward."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self.active = False
+        release(block for stack in self.stacks for _, block in stack.blocks)
         forwards = [seen for seen in self._seen.values() if seen.end is not None]
         if self._end is None or not self._order or len(self._order) < len(forwards):
             return None
@@ -134,25 +140,23 @@ class StepProbe:
             working = seen.most_bytes - seen.begin_bytes + seen.gradient_bytes
             yield name, BlockMemory(max(0, seen.after_bytes - seen.before_bytes), working)
 
-    def _watched(self, name: Block, block: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
-        return (
-            block.register_forward_pre_hook(functools.partial(self._before, name), prepend=True),
-            block.register_forward_hook(functools.partial(self._after, name)),
-        )
-
-    def _before(self, name: Block, module: nn.Module, args: Any) -> None:
-        if not _in_backward() and name not in self._seen:
-            self._seen[name] = _Seen(self._mark(), self._allocated())
-
-    def _after(self, name: Block, module: nn.Module, args: Any, output: Any) -> None:
-        seen = self._seen.get(name)
-        if _in_backward() or seen is None or seen.end is not None:
-            return
+    def run(
+        self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A block's call, in the forward between two marks."""
+        name = self._names.get(id(module))
+        if name is None or name in self._seen or not self.active or _in_backward():
+            return original(module, *args, **kwargs)
+        seen = self._seen[name] = _Seen(self._mark(), self._allocated())
+        output = original(module, *args, **kwargs)
         given = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         if given:
             seen.end, seen.after_bytes = self._mark(), self._allocated()
         for tensor in given:
             tensor.register_hook(functools.partial(self._begin_backward, name))
+        return output
+
+    run_eagerly = run
 
     def _begin_backward(self, name: Block, gradient: torch.Tensor) -> None:
         seen = self._seen[name]

@@ -4,7 +4,8 @@ Names, isinstance, state_dict keys, deep copies and forward patches by other lib
 exact class see the difference (attach last, or register the generated class there).
 
 Rules (the numbering of segment.py goes on):
-15. One generated class an original class and handle. FSDP2 wraps by class, compile makes one graph a class.
+15. One generated class an original class and handle. FSDP2 wraps by class, compile makes one graph a class, and gives
+    up after some: handles that follow each other on one model share theirs (Routes).
 16. The interceptor is closed to dynamo: under torch.compile(model) the blocks run eagerly, and the receipt says so.
 17. No metaclass tricks: FSDP2's class cache would bypass the engine.
 18. Pickles and deep copies come back as the original class, un-attached.
@@ -22,14 +23,15 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from lowtide.errors import ConfigError
 
 _MARK = "_lowtide_original"
-_TRACER = "_lowtide_tracer"
+_INTERCEPTOR = "_lowtide_interceptor"
 _WHY_CLOSED = "lowtide records and recomputes this module outside compiled code; compile the blocks themselves instead"
 
 
 class Interceptor(Protocol):
     """What calls go through: a Tracer, say. active: whether it does anything yet."""
 
-    active: bool
+    @property
+    def active(self) -> bool: ...
 
     def run(
         self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -40,6 +42,37 @@ class Interceptor(Protocol):
     ) -> Any: ...
 
 
+class Routes:
+    """An interceptor that passes calls on to another one, which may change: the classes that were generated for it are
+    used again, so that what was compiled for them stays valid."""
+
+    def __init__(self) -> None:
+        self.classes: dict[type[nn.Module], type[nn.Module]] = {}
+        self._target: Interceptor | None = None
+
+    def to(self, target: Interceptor) -> "Routes":
+        self._target = target
+        return self
+
+    @property
+    def active(self) -> bool:
+        return self._target is not None and self._target.active
+
+    def run(
+        self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self._target is None:
+            return original(module, *args, **kwargs)
+        return self._target.run(original, module, args, kwargs)
+
+    def run_eagerly(
+        self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self._target is None:
+            return original(module, *args, **kwargs)
+        return self._target.run_eagerly(original, module, args, kwargs)
+
+
 def rebuild(original: type[nn.Module]) -> nn.Module:
     """Unpickles a block that was attached: an instance of its original class."""
     return original.__new__(original)
@@ -47,24 +80,27 @@ def rebuild(original: type[nn.Module]) -> nn.Module:
 
 def is_attached(module: nn.Module) -> bool:
     """Whether a handle intercepts the module. An inactive pass-through (rule 19) is in nobody's way."""
-    tracer: Interceptor | None = getattr(type(module), _TRACER, None)
-    return tracer is not None and tracer.active
+    interceptor: Interceptor | None = getattr(type(module), _INTERCEPTOR, None)
+    return interceptor is not None and interceptor.active
 
 
-def intercept(modules: Iterable[tuple[str, nn.Module]], tracer: Interceptor) -> None:
-    """Route every call of ``modules`` through ``tracer``. ConfigError where one is attached already."""
+def intercept(modules: Iterable[tuple[str, nn.Module]], interceptor: Interceptor, *, around: bool = False) -> None:
+    """Route every call of ``modules`` through ``interceptor``. ConfigError where one is attached already.
+
+    around: those of an attached module, too; what comes last is to be released first.
+    """
     modules = list(modules)
-    taken = [name for name, module in modules if is_attached(module)]
+    taken = [name for name, module in modules if is_attached(module) and not around]
     if taken:
         raise ConfigError(
             f"{taken[0]} is attached already ({len(taken)} of {len(modules)} blocks are). Call `detach()` on the "
             "handle of the first `attach` before attaching with other settings."
         )
-    classes: dict[type[nn.Module], type[nn.Module]] = {}
+    classes = interceptor.classes if isinstance(interceptor, Routes) else {}
     for _, module in modules:
         original = type(module)
         if original not in classes:
-            classes[original] = _generate(original, tracer)
+            classes[original] = _generate(original, interceptor)
         module.__class__ = classes[original]
 
 
@@ -75,15 +111,22 @@ def release(modules: Iterable[nn.Module]) -> None:
             module.__class__ = vars(type(module))[_MARK]
 
 
-def _generate(original: type[nn.Module], tracer: Interceptor) -> type[nn.Module]:
+def _outside(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class that somebody wrote, under all that were generated."""
+    while _MARK in vars(kind):
+        kind = vars(kind)[_MARK]
+    return kind
+
+
+def _generate(original: type[nn.Module], interceptor: Interceptor) -> type[nn.Module]:
     from torch._dynamo.decorators import skip  # late: it takes a second to import
 
     call_original = original.__call__
-    run_eagerly: Any = torch.compiler.disable(tracer.run_eagerly)
+    run_eagerly: Any = torch.compiler.disable(interceptor.run_eagerly)
 
     @skip  # rule 16; what it calls is closed by run_eagerly, which costs more, so only where somebody compiles
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        run = tracer.run if get_eval_frame_callback() is None else run_eagerly
+        run = interceptor.run if get_eval_frame_callback() is None else run_eagerly
         return run(call_original, self, args, kwargs)
 
     vars(__call__)["_torchdynamo_disable_msg"] = _WHY_CLOSED
@@ -92,10 +135,10 @@ def _generate(original: type[nn.Module], tracer: Interceptor) -> type[nn.Module]
         reduced = super(generated, self).__reduce_ex__(protocol)
         if type(self) is not generated or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return reduced
-        return (rebuild, (original,), *reduced[2:])
+        return (rebuild, (_outside(original),), *reduced[2:])
 
     names = {key: getattr(original, key) for key in ("__module__", "__qualname__", "__doc__")}
-    body = {**names, _MARK: original, _TRACER: tracer, "__call__": __call__, "__reduce_ex__": __reduce_ex__}
+    body = {**names, _MARK: original, _INTERCEPTOR: interceptor, "__call__": __call__, "__reduce_ex__": __reduce_ex__}
     make: Any = type(original)
     generated: type[nn.Module] = make(original.__name__, (original,), body)
     return generated

@@ -8,8 +8,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from lowtide.bench.modes import MODES
 from lowtide.bench.record import Record, read
 from lowtide.cli.app import app
+from lowtide.cli.bench import mode_names
 
 TINY = ("--size", "tiny", "--warm-up", "1", "--steps", "2")
 
@@ -83,6 +85,26 @@ def test_a_cell_without_figures_says_its_state(bench: Callable[..., Any], tmp_pa
     assert [record.state for record in cells(tmp_path / "family.jsonl")] == ["failed", "failed"]
 
 
+def test_each_budget_is_a_cell_of_auto(bench: Callable[..., Any], tmp_path: Path) -> None:
+    words = ("family", "flux1", "--out", tmp_path, "--modes", "auto,none", *TINY)
+    first = bench(*words, "--vram-budget", "1MiB, 16GiB")
+    assert first.exit_code == 0, first.stderr
+    assert "3 cells run, 2 with figures." in first.stdout
+    lines = [line for line in first.stderr.splitlines() if line.startswith(("1/3", "2/3", "3/3"))]
+    assert lines[0].startswith("1/3 flux1, auto (1 MiB), lora, bf16: unsupported: no schedule fits in 1.00 MiB")
+    assert lines[1].startswith("2/3 flux1, auto (16 GiB), lora, bf16: 0.")
+    assert lines[2].startswith("3/3 flux1, none, lora, bf16: 0.")
+    made = cells(tmp_path / "family.jsonl")
+    assert [record.condition.vram_budget for record in made] == [2**20, 2**34, None]
+    assert made[1].receipt is not None and made[1].receipt["plan"]["budget_bytes"] == 2**34
+    assert bench(*words, "--vram-budget", "16GiB,1024KiB").stdout.startswith("Every cell was measured before")
+
+
+def test_all_modes_are_those_without_a_budget_unless_one_is_given() -> None:
+    assert mode_names("all", budgeted=False) == [mode for mode in MODES if mode != "auto"]
+    assert mode_names(" all", budgeted=True) == list(MODES)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -102,6 +124,15 @@ def test_a_cell_without_figures_says_its_state(bench: Callable[..., Any], tmp_pa
         (("family", "flux1", "--largest", "big"), "--largest 'big' is not allowed; expected a number of parameters"),
         (("family", "flux1", "--largest", "inf"), "--largest 'inf' is not allowed"),
         (("family", "flux1", "--adapter", "full", "--precision", "int8-sdnq"), "trains a LoRA only"),
+        (
+            ("family", "flux1", "--modes", "layer", "--vram-budget", "8GiB"),
+            "--vram-budget is for mode auto, and --modes layer is without it",
+        ),
+        (("family", "flux1", "--vram-budget", "8"), "--vram-budget '8' is 8 bytes; allowed: a size such as 16GiB, or"),
+        (("synthetic", "--vram-budget", "8GiB,lots"), "--vram-budget 'lots' is not allowed; allowed: a size such as"),
+        (("synthetic", "--vram-budget", ""), "--vram-budget '' is not allowed"),
+        (("family", "flux1", "--modes", "auto", "--size", "tiny"), "where nothing tells what is free: give a --vram-"),
+        (("synthetic", "--size", "tiny", "--vram-budget", "1GiB,auto"), "give a --vram-budget, as in 128MiB"),
     ],
 )
 def test_what_is_not_allowed_is_exit_code_2(

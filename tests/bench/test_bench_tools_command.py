@@ -88,6 +88,8 @@ def test_profile_as_json(bench: Callable[..., Any]) -> None:
         (("profile", "flux9"), "unknown family 'flux9'. Did you mean flux"),
         (("profile", "flux9"), "A synthetic work is BLOCKSxTOKENS, as in 16x4096"),
         (("profile", "flux1", "--mode", "layers"), "mode 'layers' is not allowed"),
+        (("profile", "flux1", "--mode", "auto"), "mode auto needs a budget; `bench synthetic` and `bench family` take"),
+        (("profile", "16x1024", "--mode", "auto"), "mode auto needs a budget"),
         (("profile", "flux1", "--adapter", "frozen"), "adapter 'frozen' is not allowed; allowed: lora, full"),
         (("profile", "16x1024", "--set", "B=2"), "a synthetic work says its size itself"),
         (("profile", "16x1024", "--size", "tiny", "--mode", "diffusers"), "does not support gradient checkpointing"),

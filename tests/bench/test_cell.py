@@ -26,7 +26,7 @@ def run(condition: Condition) -> Record:
 
 
 def tiny(key: str, mode: str) -> Condition:
-    return next(family_conditions([key], [mode], {}, size="tiny"))
+    return next(family_conditions([key], [mode], {}, budgets=(2**34,), size="tiny"))
 
 
 @pytest.mark.parametrize("mode", MODES)

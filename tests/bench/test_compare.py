@@ -4,7 +4,7 @@ import pytest
 
 from lowtide.bench.compare import Change, Comparison, compare
 from lowtide.bench.record import Record
-from tests.bench.records import INERT, bad, ok, receipt
+from tests.bench.records import GIB, INERT, bad, ok, receipt
 
 
 def changed(a: list[Record], b: list[Record]) -> list[tuple[str, str, str, str]]:
@@ -15,6 +15,13 @@ def test_a_slower_time_beyond_both_spreads_is_a_regression() -> None:
     a, b = [ok(step_s=1.0, spread_s=0.05)], [ok(step_s=1.1, spread_s=0.08)]
     assert changed(a, b) == [("regression", "time", "1.000 s ± 0.05 in 5 steps", "1.100 s ± 0.08 in 5 steps (+10.0 %)")]
     assert changed(b, a) == [("improvement", "time", "1.100 s ± 0.08 in 5 steps", "1.000 s ± 0.05 in 5 steps (-9.1 %)")]
+
+
+def test_each_budget_of_auto_is_compared_with_itself() -> None:
+    a, b = ([ok(mode="auto", step_s=step_s, vram_budget=size * GIB) for size in (8, 12)] for step_s in (1.0, 2.0))
+    found = compare(a, [b[0], a[1]])
+    assert [(change.kind, change.mode) for change in found.changes] == [("regression", "auto (8 GiB)")]
+    assert (found.compared, found.unchanged) == (2, 1)
 
 
 @pytest.mark.parametrize(("spread_a_s", "spread_b_s"), [(0.12, 0.01), (0.01, 0.12)])

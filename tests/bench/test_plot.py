@@ -9,7 +9,7 @@ from matplotlib.text import Text
 from lowtide.bench.plot import draw, pareto, plots, sheets
 from lowtide.bench.record import Record
 from lowtide.bench.report import build_report
-from tests.bench.records import EVERY_STATE, bad, ok
+from tests.bench.records import EVERY_STATE, GIB, bad, ok
 
 SHAPES = ("16x1024", "16x4096", "16x16384", "32x4096")
 CROWD = {
@@ -77,6 +77,16 @@ def test_baselines_have_marks_of_their_own() -> None:
         *("nothing recomputed", "torch's own checkpoint", "diffusers' own checkpointing"),
         *("lowtide, recomputation", "lowtide, CPU offload", "Pareto frontier"),
     ]
+
+
+def test_auto_has_a_mark_of_its_own_whatever_its_budget() -> None:
+    budgets = [ok(mode="auto", vram_budget=size * GIB, peak_gib=size) for size in (8, 12)]
+    (sheet,) = sheets(build_report([ok(mode="none"), ok(mode="layer"), ok(mode="unsloth"), *budgets]))
+    figure = draw(sheet)
+    marks = [line.get_marker() for line in figure.axes[0].lines[1:]]
+    assert len(marks) == 5 and len(set(marks)) == 4 and marks[-2:] == ["P", "P"]
+    assert {"auto (8 GiB)", "auto (12 GiB)"} <= set(names(figure)[0])
+    assert [text.get_text() for text in figure.legends[0].get_texts()][-2:] == ["lowtide, auto", "Pareto frontier"]
 
 
 def crowded() -> list[Record]:

@@ -48,6 +48,11 @@ def test_there_is_no_reference(work: str, mode: str, precision: str) -> None:
     assert references(condition(work, mode, precision=precision)) == ()
 
 
+@pytest.mark.parametrize("kind", ["family", "synthetic"])
+def test_nobody_published_auto(kind: str) -> None:
+    assert not [work for work in _data(kind)["works"].values() for modes in work["cells"].values() if "auto" in modes]
+
+
 @pytest.mark.parametrize("other", [{"size": "tiny"}, {"depth": {"transformer_blocks": 6}}])
 def test_nothing_is_published_of_a_model_that_is_not_the_real_one(other: dict[str, Any]) -> None:
     assert published(condition("sd3_medium")) is not None

@@ -5,13 +5,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis.strategies import integers
 
 from lowtide import families
 from lowtide.bench import describe, modes
-from lowtide.bench.details import details
+from lowtide.bench.details import Detail, details
 from lowtide.bench.record import Condition, Record
 from lowtide.bench.report import ON_CPU, TRUNCATED, Cell, Matrix, build_report
-from tests.bench.records import EVERY_STATE, MACHINE, bad, ok, receipt
+from lowtide.units import parse_bytes
+from tests.bench.records import EVERY_STATE, GIB, MACHINE, bad, ok, receipt
 
 
 def only(records: list[Record]) -> Matrix:
@@ -42,6 +45,40 @@ def test_modes_that_were_run_or_published_have_a_row_in_a_fixed_order_and_unknow
         **dict.fromkeys(("none", "unsloth", "aardvark", "zebra"), "ok"),
         **dict.fromkeys(published, "not run"),
     }
+
+
+def test_budgets_of_auto_are_rows_after_the_fixed_modes_from_the_smallest_on() -> None:
+    budgets = ["auto", 12 * GIB, 8 * GIB, 3 * 2**29]
+    records = [ok("flux1", "auto", vram_budget=budget) for budget in budgets]
+    matrix = only([ok("flux1", "zebra"), *records, ok("flux1", "selective"), ok("flux1", "none")])
+    titles = ("auto (1.5 GiB)", "auto (8 GiB)", "auto (12 GiB)", "auto (what is free)")
+    assert matrix.modes == ("none", "selective", *titles, "zebra")
+    assert len(matrix.columns) == 1 and {cell.state for cell in matrix.columns[0].cells} == {"ok"}
+
+
+@given(integers(1, 2**45))
+def test_the_title_of_a_budget_says_it_exactly(size_bytes: int) -> None:
+    assert parse_bytes(describe.exact_size(size_bytes)) == size_bytes
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        ("12GiB", "12 GiB"),
+        ("10 GiB", "10 GiB"),
+        ("16GB", "16 GB"),
+        ("1.5GiB", "1.5 GiB"),
+        ("600MiB", "600 MiB"),
+        ("1048577", "1048577 B"),
+    ],
+)
+def test_a_budget_is_told_as_people_wrote_it(size: str, words: str) -> None:
+    assert describe.exact_size(parse_bytes(size)) == words
+
+
+def test_auto_is_compared_and_may_take_what_none_takes() -> None:
+    found = cells([ok(mode="none", step_s=2.0), ok(mode="auto", step_s=2.5, vram_budget=12 * GIB)])["auto (12 GiB)"]
+    assert (found.ratios, found.remarks, found.reference) == ("1.25 × none", (), "no reference")
 
 
 def test_without_public_figures_only_what_was_run_has_a_row() -> None:
@@ -241,6 +278,41 @@ def test_details_of_inert_cells_hold_no_figures() -> None:
     inert = by_mode["layer-offload"]
     assert (inert.spread, inert.reserved, inert.host, inert.first_step) == ("", "", "", "")
     assert set(by_mode) == {record.condition.mode for record in EVERY_STATE}
+
+
+PLAN = {
+    "budget_bytes": 12 * GIB,
+    "room_bytes": 12 * GIB,
+    "fixed_setting": None,
+    "source": "measured",
+    "peak_bytes": 11 * GIB,
+    "step_ms": 987.65,
+    "stacks": {"a": ["0–3, 8: kept on the device", "4–7: recomputed whole"], "b": ["0: kept on the device"]},
+}
+
+
+def planned(**more: Any) -> Record:
+    record = ok("flux1", "auto", vram_budget=12 * GIB, peak_gib=10.5, receipt=receipt(plan={**PLAN, **more}))
+    assert record.figures is not None
+    return replace(record, figures=replace(record.figures, most_reserved_bytes=11 * GIB + GIB // 2))
+
+
+def behind(record: Record) -> Detail:
+    (detail,) = details(only([record]))
+    return detail
+
+
+def test_what_auto_predicted_stands_beside_what_was_measured() -> None:
+    detail = behind(planned())
+    assert detail.notes == (
+        "a schedule of its own (measured): predicted 0.9877 s / 11.00 GiB, measured 1.000 s / 10.50 GiB",
+        "reserved over all steps: at most 11.50 of 12.00 GiB",
+        "a 0–3, 8: kept on the device",
+        "a 4–7: recomputed whole",
+        "b 0: kept on the device",
+    )
+    fixed = behind(planned(fixed_setting="torch, interval 2", source="forecast"))
+    assert fixed.notes[0].startswith("torch, interval 2 (forecast): predicted 0.9877 s / 11.00 GiB, measured 1.000 s")
 
 
 def test_fallbacks_and_warnings_of_the_receipt_are_told() -> None:
