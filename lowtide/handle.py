@@ -164,7 +164,7 @@ def attach_as(
     root, rows = rows_for(model, family)
     stacks = resolve(root, rows)
     if schedule is not None:
-        _check_schedule(schedule, stacks)
+        check_schedule(schedule, stacks)
         return Handle(root, stacks, schedule, config, routes)
     schedule = schedule_for(stacks, config, type(root).__name__)
     _warn_of_ignored(config, stacks, type(root).__name__)
@@ -264,7 +264,8 @@ def _warn_of_ignored(config: CheckpointConfig, stacks: Sequence[ResolvedStack], 
         warnings.warn(f"{note.subject} is ignored for {model}: {note.reason}.", stacklevel=4)
 
 
-def _check_schedule(schedule: Schedule, stacks: list[ResolvedStack]) -> None:
+def check_schedule(schedule: Schedule, stacks: list[ResolvedStack]) -> None:
+    """Raises ConfigError for a schedule of other stacks, UnsupportedError for one that treats what no block has."""
     depths = {stack.name: len(stack.blocks) for stack in stacks}
     given = {name: stack.depth for name, stack in schedule.stacks.items()}
     if given != depths:

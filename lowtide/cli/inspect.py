@@ -9,7 +9,17 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from lowtide.cli.options import AsJson, Backend, Interval, OffloadAttention, OffloadMinBytes, SegmentStride, Target
+from lowtide.cli.options import (
+    AsJson,
+    Backend,
+    Interval,
+    OffloadAttention,
+    OffloadMinBytes,
+    SavedPlan,
+    SegmentStride,
+    Target,
+    schedule_from,
+)
 from lowtide.cli.output import count_in_words, show, show_json, working
 from lowtide.cli.spans import add_stack, block_table
 from lowtide.controls import CheckpointConfig
@@ -51,6 +61,7 @@ def inspect(
     segment_stride: SegmentStride = None,
     offload_attention: OffloadAttention = False,
     offload_min_bytes: OffloadMinBytes = None,
+    plan: SavedPlan = None,
     size: _SizeOption = Size.real,
     inputs: _Inputs = None,
     device: _Device = Device.meta,
@@ -60,6 +71,7 @@ def inspect(
     config = CheckpointConfig.for_attach(
         backend, interval, segment_stride, offload_attention, offload_min_bytes=offload_min_bytes
     )
+    schedule = schedule_from(plan, config)
     shapes = None if inputs is None else _shapes(inputs)
     with working():
         from lowtide.measure.build import open_target
@@ -68,11 +80,11 @@ def inspect(
 
         opened = open_target(target, size.value, device=device.value)
         given = None if shapes is None else inputs_of(shapes, opened.model)
-        result = inspect_target(opened, config, given).as_dict()
+        result = inspect_target(opened, config, given, schedule).as_dict()
     if json:
         show_json(result)
     else:
-        show(_heading(result), _table(result), *_remarks(result))
+        show(_heading(result, plan), _table(result), *_remarks(result))
 
 
 def _shapes(inputs: str) -> dict[str, Any]:
@@ -87,13 +99,18 @@ def _shapes(inputs: str) -> dict[str, Any]:
     return shapes
 
 
-def _heading(result: Mapping[str, Any]) -> str:
+def _heading(result: Mapping[str, Any], plan: str | None) -> str:
     model = f"{result['model']}: {result['class']}, {count_in_words(result['parameters'])} parameters"
-    return f"{model}\nWith {setting_in_words(result['settings'])}:\n"
+    return f"{model}\nWith {setting_in_words(result['settings'], plan)}:\n"
 
 
-def setting_in_words(settings: Mapping[str, Any]) -> str:
-    """``backend torch, interval 2, offload attention``: the backend, and what is not as it is by default."""
+def setting_in_words(settings: Mapping[str, Any] | None, plan: str | None = None) -> str:
+    """``backend torch, interval 2, offload attention``: the backend, and what is not as it is by default.
+
+    plan: the file of the plan that was taken instead of settings.
+    """
+    if settings is None:
+        return f"the plan in {plan}"
     config, usual = CheckpointConfig.for_attach(**settings), CheckpointConfig().attach_arguments()
     words = ["no backend (nothing is recomputed)" if settings["backend"] is None else f"backend {settings['backend']}"]
     for name, value in settings.items():

@@ -6,6 +6,9 @@ import typer
 
 from lowtide.cli.option_docs import help_of
 from lowtide.controls import CheckpointConfig
+from lowtide.errors import ConfigError
+from lowtide.plan.saved_plan import load_plan
+from lowtide.plan.schedule import Schedule
 
 # Values are text here: CheckpointConfig checks them, so that a mistake reads the same everywhere.
 Target = Annotated[
@@ -26,4 +29,24 @@ OffloadAttention = Annotated[
 OffloadMinBytes = Annotated[
     str | None, typer.Option(metavar="SIZE", help=help_of(CheckpointConfig, "offload_min_bytes"))
 ]
+SavedPlan = Annotated[
+    str | None,
+    typer.Option(
+        "--plan", metavar="FILE", help="A plan that `lowtide plan --save` wrote, instead of the settings above."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+
+
+def schedule_from(path: str | None, config: CheckpointConfig) -> Schedule | None:
+    """The schedule of a saved plan, beside which nothing but the smallest size that moves may be set.
+
+    Raises ConfigError for a file that is no plan, and for other settings.
+    """
+    if path is None:
+        return None
+    usual = CheckpointConfig().attach_arguments()
+    given = [name for name, value in config.attach_arguments().items() if value != usual[name]]
+    if wrong := [name for name in given if name != "offload_min_bytes"]:
+        raise ConfigError(f"a plan says by itself what is done with every block: leave {', '.join(wrong)} out.")
+    return load_plan(path).schedule

@@ -11,10 +11,20 @@ from rich.table import Table
 from rich.text import Text
 
 from lowtide.cli.inspect import setting_in_words
-from lowtide.cli.options import AsJson, Backend, Interval, OffloadAttention, SegmentStride, Target
+from lowtide.cli.options import (
+    AsJson,
+    Backend,
+    Interval,
+    OffloadAttention,
+    SavedPlan,
+    SegmentStride,
+    Target,
+    schedule_from,
+)
 from lowtide.cli.output import show, show_json, working
 from lowtide.cli.receipt_table import receipt_table
 from lowtide.controls import CheckpointConfig
+from lowtide.plan.schedule import Schedule
 
 _MOST_SHOWN = 10
 _SIMULATED = "simulated on the CPU"
@@ -34,6 +44,7 @@ def verify(
     segment_stride: SegmentStride = None,
     offload_attention: OffloadAttention = False,
     offload_min_bytes: _OffloadMinBytes = "0",
+    plan: SavedPlan = None,
     json: AsJson = False,
 ) -> None:
     """Prove that a setting changes no number: outputs, loss and every gradient against a plain step, on the CPU.
@@ -45,29 +56,30 @@ def verify(
         backend, interval, segment_stride, offload_attention, offload_min_bytes=offload_min_bytes
     )
     with working():
-        result = _verified(target, config)
+        result = _verified(target, config, schedule_from(plan, config))
     if json:
         show_json(result)
     else:
-        show(*_report(result))
+        show(*_report(result, plan))
     if not result["same"]:
         raise typer.Exit(1)
 
 
-def _verified(target: str, config: CheckpointConfig) -> dict[str, Any]:
+def _verified(target: str, config: CheckpointConfig, schedule: Schedule | None) -> dict[str, Any]:
     from lowtide.measure.build import open_target
     from lowtide.measure.inspection import class_of
     from lowtide.measure.parity import verify as run_both
     from lowtide.testing import cpu_offload
 
     opened = open_target(target, "tiny")
-    with cpu_offload() if config.moves else nullcontext():
-        report = run_both(opened, **config.attach_arguments())
+    moves = config.moves if schedule is None else schedule.moves_anything
+    with cpu_offload() if moves else nullcontext():
+        report = run_both(opened, schedule=schedule, **config.attach_arguments())
     return {
         "model": report.label,
         "class": class_of(opened.model),
         "family": opened.family.key if opened.family else None,
-        "settings": config.attach_arguments(),
+        "settings": config.attach_arguments() if schedule is None else None,
         "offload": _SIMULATED if report.receipt["totals"]["d2h_bytes"] else None,
         "same": report.same,
         "loss": report.loss,
@@ -77,9 +89,9 @@ def _verified(target: str, config: CheckpointConfig) -> dict[str, Any]:
     }
 
 
-def _report(result: Mapping[str, Any]) -> Iterator[RenderableType]:
+def _report(result: Mapping[str, Any], plan: str | None) -> Iterator[RenderableType]:
     yield f"{result['model']}: {result['class']}"
-    yield f"A plain step beside one with {setting_in_words(result['settings'])}:"
+    yield f"A plain step beside one with {setting_in_words(result['settings'], plan)}:"
     if result["offload"] is not None:
         yield f"Offload {result['offload']}: copies were made synchronously, within CPU memory."
     yield ""

@@ -8,11 +8,19 @@ from torch import nn
 
 from lowtide.controls import CheckpointConfig, scopes_of
 from lowtide.errors import ConfigError
-from lowtide.handle import RUNS_LAST, depths_of, held_back, movable, schedule_for, without_last_round_trip
+from lowtide.handle import (
+    RUNS_LAST,
+    check_schedule,
+    depths_of,
+    held_back,
+    movable,
+    schedule_for,
+    without_last_round_trip,
+)
 from lowtide.inert import attention_offload, ignored, untreated
 from lowtide.measure.build import Target
 from lowtide.measure.watch import Missed, StackEvidence, Watched, watch, without_forward
-from lowtide.plan.schedule import FFN, KEPT, StackSchedule
+from lowtide.plan.schedule import FFN, KEPT, Schedule, StackSchedule
 from lowtide.runtime.receipt import Note
 from lowtide.runtime.resolve import ResolvedStack, resolve
 from lowtide.runtime.unit import NO_FEED_FORWARD
@@ -56,9 +64,9 @@ class InspectedStack:
 class Inspection:
     """A model, its stacks, and what the settings (arguments of ``lowtide.attach``) do with each block.
 
-    family: key, or None for a model that no family describes. scopes: the backends that it can run. missed: blocks that
-    a forward showed and structure did not. inert: what will change nothing, and where. ignored: what this model can
-    never honour.
+    settings: None where a schedule took their place. family: key, or None for a model that no family describes. scopes:
+    the backends that it can run. missed: blocks that a forward showed and structure did not. inert: what will change
+    nothing, and where. ignored: what this model can never honour.
     """
 
     model: str
@@ -67,7 +75,7 @@ class Inspection:
     parameters: int
     stacks: tuple[InspectedStack, ...]
     scopes: tuple[str, ...]
-    settings: dict[str, Any]
+    settings: dict[str, Any] | None
     missed: tuple[Missed, ...] = ()
     inert: tuple[Note, ...] = ()
     ignored: tuple[Note, ...] = ()
@@ -87,20 +95,28 @@ class Inspection:
         }
 
 
-def inspect_target(target: Target, config: CheckpointConfig, inputs: Mapping[str, Any] | None = None) -> Inspection:
+def inspect_target(
+    target: Target,
+    config: CheckpointConfig,
+    inputs: Mapping[str, Any] | None = None,
+    schedule: Schedule | None = None,
+) -> Inspection:
     """What ``config`` would do with the target's model, which may be on the meta device.
 
-    inputs: keyword arguments of a forward; where the stacks were found by structure, it is run without gradients and
-    compared with them. Raises UnsupportedError where the model has no block stacks, or cannot run the scope;
-    ConfigError where the forward fails.
+    schedule: instead of what ``config`` says of blocks. inputs: keyword arguments of a forward; where the stacks were
+    found by structure, it is run without gradients and compared with them. Raises UnsupportedError where the model has
+    no block stacks, or cannot run the scope; ConfigError where the forward fails, or the schedule is another model's.
     """
     stacks = resolve(target.model, target.family.stacks if target.family else None)
-    wanted = schedule_for(stacks, config)
-    schedule = without_last_round_trip(wanted, [stack.name for stack in stacks])
-    stay = held_back(stacks, wanted, schedule)
+    planned = schedule is not None
+    if schedule is not None:
+        check_schedule(schedule, stacks)
+    wanted = schedule_for(stacks, config) if schedule is None else schedule
+    runs = without_last_round_trip(wanted, [stack.name for stack in stacks])
+    stay = held_back(stacks, wanted, runs)
     watched = _watched(target, stacks, inputs)
     inspected = tuple(
-        _inspected(stack, schedule.stacks[stack.name], config.scope, stay, watched.stacks[stack.name])
+        _inspected(stack, runs.stacks[stack.name], None if planned else config.scope, stay, watched.stacks[stack.name])
         for stack in stacks
     )
     return Inspection(
@@ -110,13 +126,15 @@ def inspect_target(target: Target, config: CheckpointConfig, inputs: Mapping[str
         parameters=sum(parameter.numel() for parameter in target.model.parameters()),
         stacks=inspected,
         scopes=tuple(scopes_of_stacks(stacks)),
-        settings=config.attach_arguments(),
+        settings=None if planned else config.attach_arguments(),
         missed=watched.missed,
-        inert=(
+        inert=()
+        if planned
+        else (
             *untreated(config, [block.treatment for stack in inspected for block in stack.blocks]),
             *attention_offload(config, _treated(stacks, inspected)),
         ),
-        ignored=tuple(ignored(config, depths_of(stacks, config))),
+        ignored=() if planned else tuple(ignored(config, depths_of(stacks, config))),
     )
 
 
@@ -172,7 +190,7 @@ def _planned(
     stack: ResolvedStack, schedule: StackSchedule, scope: str | None, stay: set[str]
 ) -> Iterator[PlannedBlock]:
     for index, (name, block) in enumerate(stack.blocks):
-        bare = scope == FFN and not stack.chains(block)
+        bare = (scope or schedule.treatments[index]) == FFN and not stack.chains(block)
         treatment = KEPT if bare else schedule.treatments[index]
         moves = tuple(sorted(schedule.moves[index] & movable(stack, block, treatment)))
         offload = "+offload" if moves else ""

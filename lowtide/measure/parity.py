@@ -11,6 +11,7 @@ from torch import nn
 from lowtide.controls import CheckpointConfig
 from lowtide.handle import attach_as
 from lowtide.measure.build import Target
+from lowtide.plan.schedule import Schedule
 from lowtide.runtime.flatten import tensors_of
 
 _LOSS_SEED = 7
@@ -105,11 +106,13 @@ def verify(
     *,
     seed: int = 0,
     over: Mapping[str, int] | None = None,
+    schedule: Schedule | None = None,
     **options: Any,
 ) -> Report:
     """A plain step and one with ``lowtide.attach(model, **options)``, compared bit by bit, on the model's device.
 
-    over: other sizes for the inputs (B, H, W, T …). The model is left detached, without gradients.
+    schedule: instead of what options say of blocks. over: other sizes for the inputs (B, H, W, T …). The model is left
+    detached, without gradients.
     Raises ConfigError for wrong options, and for a model whose inputs no family describes.
     """
     model = target.model
@@ -117,8 +120,10 @@ def verify(
     inputs = target.inputs(parameter.dtype, seed, over, parameter.device)
     model.train(target.family is None or target.family.train_mode)
     plain = run_step(model, inputs, seed)
+    if schedule is not None:
+        options = {**options, "backend": None}
     config = CheckpointConfig.for_attach(**{"backend": "torch", **options})
-    with attach_as(model, config, family=target.family.key if target.family else None) as handle:
+    with attach_as(model, config, schedule, target.family.key if target.family else None) as handle:
         checkpointed = run_step(model, inputs, seed)
         receipt = handle.receipt().as_dict()
     model.zero_grad(set_to_none=True)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from lowtide import families
+from lowtide.measure.build import build_model
 from lowtide.plan.saved_plan import load_plan
 
 GIB = 2**30
@@ -112,3 +114,45 @@ def test_wrong_words_are_one_message(arguments: tuple[str, ...], message: str, l
     done = lowtide("plan", "sd3", "--no-fits", *arguments)
     assert done.exit_code == 2
     assert message in " ".join(done.stderr.split())
+
+
+@pytest.fixture
+def saved(lowtide: Callable[..., Any], tmp_path: Path) -> tuple[str, str]:
+    """The folder of a small model, and a plan for it that recomputes, as everything else has no room."""
+    folder, plan = tmp_path / "flux", tmp_path / "plan.json"
+    build_model(families.find("flux1"), "tiny").save_pretrained(folder)
+    options = ("plan", str(folder), "--no-fits", "--host-memory", "none")
+    least = json.loads(lowtide(*options, "--budget", "2MiB", "--json").stdout)["smallest_peak_bytes"]
+    assert lowtide(*options, "--budget", str(least + 20_000), "--save", str(plan)).exit_code == 0
+    return str(folder), str(plan)
+
+
+def test_inspect_and_verify_take_a_saved_plan(
+    lowtide_json: Callable[..., Any], lowtide: Callable[..., Any], saved: tuple[str, str]
+) -> None:
+    folder, plan = saved
+    wanted = load_plan(plan).schedule.stacks
+    shown = lowtide_json("inspect", folder, "--plan", plan)
+    assert shown["settings"] is None and shown["inert"] == shown["ignored"] == []
+    for stack in shown["stacks"]:
+        treatments = [block["treatment"].removesuffix("+offload") for block in stack["blocks"]]
+        assert treatments == list(wanted[stack["name"]].treatments)
+    assert any(treatment != "kept" for stack in wanted.values() for treatment in stack.treatments)
+    proved = lowtide_json("verify", folder, "--plan", plan)
+    assert proved["same"] is True and proved["settings"] is None
+    treated = sum(treatment != "kept" for stack in wanted.values() for treatment in stack.treatments)
+    assert proved["receipt"]["totals"]["recompute_calls"] == treated
+    assert f"the plan in {plan}" in "".join(lowtide("verify", folder, "--plan", plan).stdout.split("\n"))
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_plan_beside_settings_or_for_another_model(
+    lowtide: Callable[..., Any], saved: tuple[str, str], command: str
+) -> None:
+    folder, plan = saved
+    beside = lowtide(command, folder, "--plan", plan, "--interval", "2")
+    assert beside.exit_code == 2 and "leave interval out" in beside.stderr
+    other = lowtide(command, "sd3_medium", "--plan", plan)
+    assert other.exit_code == 2 and "but this model has" in other.stderr
+    missing = lowtide(command, folder, "--plan", f"{plan}.no")
+    assert missing.exit_code == 2 and "no plan can be read from" in missing.stderr
