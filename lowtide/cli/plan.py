@@ -31,6 +31,11 @@ Rank = Annotated[
     int | None, typer.Option("--lora-rank", metavar="N", min=1, help="Of the LoRA that is trained. Default: 16.")
 ]
 Full = Annotated[bool, typer.Option("--full", help="All weights are trained, instead of a LoRA.")]
+Optimizer = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="Whose states lie on the device: adamw, adamw-8bit, lion, sgd-momentum, sgd …"),
+]
+Ema = Annotated[bool, typer.Option("--ema", help="A mean of the trained weights lies on the device, too.")]
 CardName = Annotated[
     str | None,
     typer.Option("--card", metavar="NAME", help="Whose speed to reckon with. Default: this machine's, or RTX 4090."),
@@ -53,6 +58,8 @@ def plan(
     batch: Batch = None,
     lora_rank: Rank = None,
     full: Full = False,
+    optimizer: Optimizer = "adamw",
+    ema: Ema = False,
     card: CardName = None,
     host_memory: HostMemory = None,
     save: Save = None,
@@ -65,7 +72,16 @@ def plan(
 
         chosen = _card(card)
         sizes = _sizes(resolution, frames, batch)
-        wish = Wish(target, _budget(budget, chosen), chosen, sizes, _rank(lora_rank, full), _host(host_memory))
+        wish = Wish(
+            target,
+            _budget(budget, chosen),
+            chosen,
+            sizes,
+            _rank(lora_rank, full),
+            _host(host_memory),
+            _optimizer(optimizer),
+            ema,
+        )
         planned = plan_for(wish, fits=not no_fits, told=told)
     if save is not None and planned.plan is not None:
         _write(save, planned)
@@ -81,6 +97,16 @@ def _rank(lora_rank: int | None, full: bool) -> int | None:
     if full and lora_rank is not None:
         raise ConfigError("--lora-rank is of a LoRA, and --full trains all weights: leave out one of them")
     return None if full else lora_rank or _RANK
+
+
+def _optimizer(name: str) -> str:
+    from lowtide.keys import Choice
+    from lowtide.measure.residents import STATE_BYTES
+
+    try:
+        return Choice(tuple(STATE_BYTES))(name)
+    except ConfigError as error:
+        raise ConfigError(f"--optimizer: {error}") from None
 
 
 def _card(name: str | None) -> "Card":

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from lowtide.errors import ConfigError
 from lowtide.measure.adapter import add_lora
@@ -14,7 +15,7 @@ from lowtide.measure.cards import Card
 from lowtide.measure.fits import Asked, Fit, what_fits
 from lowtide.measure.forecast import forecast
 from lowtide.measure.inputs import namespace
-from lowtide.measure.residents import Residents, residents
+from lowtide.measure.residents import ADAMW, STATE_BYTES, Residents, residents
 from lowtide.plan.costs import StepCosts
 from lowtide.plan.explain import as_dict
 from lowtide.plan.solve import Plan, smallest_peak, solve
@@ -29,8 +30,9 @@ class Wish:
     """What is to be trained, and in how much memory.
 
     target: a family's name or a model's folder. sizes: of the inputs, by the names of the family's row. rank: of a
-    LoRA; None: all weights are trained. What is trained is in float32, with AdamW under bf16 autocast. budget_bytes:
-    what PyTorch may reserve. host_limit_bytes: CPU memory for what moves; None: no limit.
+    LoRA; None: all weights are trained. What is trained is in float32, under bf16 autocast. budget_bytes: what PyTorch
+    may reserve. host_limit_bytes: CPU memory for what moves; None: no limit. optimizer: one of
+    ``residents.STATE_BYTES``. ema: whether a mean of the trained weights lies on the device.
     """
 
     target: str
@@ -39,6 +41,8 @@ class Wish:
     sizes: Mapping[str, int] = field(default_factory=dict)
     rank: int | None = 16
     host_limit_bytes: int | None = None
+    optimizer: str = ADAMW
+    ema: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class Planned:
         """What the plan is for, as a saved plan keeps it: another size, rank or card has another plan."""
         told = {"model": self.label, "card": self.wish.card.name, "trained": self.trained_text}
         told["trained_parameters"] = str(self.trained)
+        told["optimizer"] = self.wish.optimizer + (", EMA" if self.wish.ema else "")
         return told | {name: str(value) for name, value in self.sizes.items()}
 
     @property
@@ -86,6 +91,8 @@ class Planned:
             "trained": self.trained_text,
             "trained_parameters": self.trained,
             "card": self.wish.card.name,
+            "optimizer": self.wish.optimizer,
+            "ema": self.wish.ema,
             "budget_bytes": self.wish.budget_bytes,
             "residents": vars(self.residents) | {"total_bytes": self.residents.total_bytes},
             "smallest_peak_bytes": self.smallest_peak_bytes,
@@ -181,7 +188,7 @@ class _Forecaster:
     def _forecast(self, built: _Model, sizes: Mapping[str, int]) -> tuple[StepCosts, Residents]:
         model, limit = built.target.model, self.wish.host_limit_bytes
         inputs = built.target.inputs(torch.bfloat16, over=sizes, device="meta")
-        lying = residents(model, inputs, trained_bytes=_FLOAT32_BYTES)
+        lying = self._residents(model, inputs)
         return (
             forecast(model, built.stacks, inputs, self.wish.card, lying.total_bytes, host_limit_bytes=limit),
             lying,
@@ -192,7 +199,11 @@ class _Forecaster:
 
     def resident_bytes(self) -> int:
         """Of the wish's model, without inputs."""
-        return residents(self.model(self.wish.rank).target.model, {}, trained_bytes=_FLOAT32_BYTES).total_bytes
+        return self._residents(self.model(self.wish.rank).target.model, {}).total_bytes
+
+    def _residents(self, model: nn.Module, inputs: Mapping[str, Any]) -> Residents:
+        state_bytes = STATE_BYTES[self.wish.optimizer]
+        return residents(model, inputs, trained_bytes=_FLOAT32_BYTES, state_bytes=state_bytes, ema=self.wish.ema)
 
     def adapter_bytes(self) -> int:
         """Of what is trained: its weights, gradients and optimizer states."""

@@ -9,6 +9,17 @@ from torch import nn
 
 from lowtide.runtime.flatten import tensors_of
 
+STATE_BYTES: Mapping[str, float] = {
+    "adamw": 8,
+    "adamw-8bit": 2,
+    "lion": 4,
+    "sgd-momentum": 4,
+    "adafactor": 0,
+    "sgd": 0,
+}
+"""What an optimizer keeps for a weight that is trained. Adafactor keeps a row and a column of a matrix: next to nothing
+(without momentum; Shazeer and Stern, arXiv:1804.04235). 8-bit: Dettmers et al., arXiv:2110.02861."""
+ADAMW = "adamw"
 _RESERVED_SHARE = 0.02
 """What the allocator reserves beyond what tensors take, as a share of what is there throughout."""
 _WORKSPACE_BYTES = 72 * 2**20
@@ -17,12 +28,14 @@ _WORKSPACE_BYTES = 72 * 2**20
 
 @dataclass(frozen=True)
 class Residents:
-    """Bytes. weights: parameters and buffers. states: of the optimizer. workspace: of libraries. reserved: what the
-    allocator takes beyond what tensors need, a forecast: budgets bound it, measured peaks of allocation are without."""
+    """Bytes. weights: parameters and buffers. states: of the optimizer. ema: a mean of the trained weights over steps.
+    workspace: of libraries. reserved: what the allocator takes beyond what tensors need, a forecast: budgets bound it,
+    measured peaks of allocation are without."""
 
     weights_bytes: int
     gradients_bytes: int
     states_bytes: int
+    ema_bytes: int
     inputs_bytes: int
     workspace_bytes: int
     reserved_bytes: int
@@ -37,21 +50,28 @@ class Residents:
 
 
 def residents(
-    model: nn.Module, inputs: Mapping[str, Any], states_per_weight: int = 2, trained_bytes: int | None = None
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    *,
+    trained_bytes: int | None = None,
+    state_bytes: float | None = None,
+    ema: bool = False,
 ) -> Residents:
-    """Of a model as it is trained: its trainable weights have a gradient and ``states_per_weight`` optimizer states
-    (AdamW: 2), all in one precision.
+    """Of a model as it is trained: its trainable weights have a gradient, and states of the optimizer.
 
-    trained_bytes: of that precision, a weight; None: as the model has them. Under autocast a model that is traced in
-    bfloat16 is trained in float32: 4. The model may be on the meta device.
+    trained_bytes: of the precision of both, a weight; None: as the model has them. Under autocast a model that is
+    traced in bfloat16 is trained in float32: 4. state_bytes: for each trained weight (STATE_BYTES); None: two in its
+    precision, as AdamW has. ema: whether a mean of the trained weights is on the device, too. The model may be on the
+    meta device.
     """
     frozen = [weight for weight in model.parameters() if not weight.requires_grad]
     trainable = [weight for weight in model.parameters() if weight.requires_grad]
     trained = sum(weight.numel() * (trained_bytes or weight.element_size()) for weight in trainable)
     weights = _bytes_of([*frozen, *model.buffers()]) + trained
-    states, given = trained * states_per_weight, _bytes_of(list(tensors_of(inputs)))
-    reserved = int((weights + trained + states + given) * _RESERVED_SHARE)
-    return Residents(weights, trained, states, given, _WORKSPACE_BYTES, reserved)
+    states = 2 * trained if state_bytes is None else int(state_bytes * sum(weight.numel() for weight in trainable))
+    mean, given = trained * ema, _bytes_of(list(tensors_of(inputs)))
+    reserved = int((weights + trained + states + mean + given) * _RESERVED_SHARE)
+    return Residents(weights, trained, states, mean, given, _WORKSPACE_BYTES, reserved)
 
 
 def _bytes_of(tensors: list[torch.Tensor]) -> int:

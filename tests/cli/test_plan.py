@@ -156,3 +156,16 @@ def test_a_plan_beside_settings_or_for_another_model(
     assert other.exit_code == 2 and "but this model has" in other.stderr
     missing = lowtide(command, folder, "--plan", f"{plan}.no")
     assert missing.exit_code == 2 and "no plan can be read from" in missing.stderr
+
+
+def test_what_the_optimizer_keeps_counts(lowtide_json: Callable[..., Any], lowtide: Callable[..., Any]) -> None:
+    def lying(*options: str) -> dict[str, int]:
+        return lowtide_json(*SD3, "--budget", "80GiB", "--full", *options)["residents"]
+
+    adamw, small, mean = lying(), lying("--optimizer", "AdamW-8bit"), lying("--optimizer", "sgd", "--ema")
+    trained = adamw["gradients_bytes"]
+    assert (adamw["states_bytes"], small["states_bytes"], mean["states_bytes"]) == (2 * trained, trained // 2, 0)
+    assert (adamw["ema_bytes"], mean["ema_bytes"]) == (0, trained)
+    wrong = lowtide(*SD3, "--budget", "8GiB", "--optimizer", "adam8bit")
+    assert wrong.exit_code == 2
+    assert "--optimizer: 'adam8bit' is not allowed; allowed: adamw, adamw-8bit, lion" in wrong.stderr

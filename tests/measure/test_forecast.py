@@ -21,7 +21,7 @@ from lowtide.measure.forecast import forecast
 from lowtide.measure.held import trace_held
 from lowtide.measure.inputs import build_inputs
 from lowtide.measure.planning import Wish, plan_for
-from lowtide.measure.residents import residents
+from lowtide.measure.residents import STATE_BYTES, residents
 from lowtide.plan import modes
 from lowtide.plan.costs import StepCosts
 from lowtide.plan.predict_step import StepPrediction, predict_step
@@ -64,7 +64,7 @@ def with_lora(key: str, over: dict[str, int]) -> tuple[nn.Module, list[ResolvedS
 
 def predicted(work: str) -> Mapping[str, StepPrediction]:
     model, stacks, given = with_lora(*WORKS[work]) if work in WORKS else synthetic(work)
-    lying = residents(model, given, states_per_weight=0)  # the benchmark has no optimizer
+    lying = residents(model, given, state_bytes=0)  # the benchmark has no optimizer
     costs = forecast(model, stacks, given, H200, lying.allocated_bytes)
     return {name: predict_step(costs, made) for name, made in modes.assignments(costs)}
 
@@ -151,6 +151,8 @@ def test_residents_of_a_lora_and_of_a_whole_model() -> None:
     whole = residents(model, given)
     assert (whole.weights_bytes, whole.gradients_bytes, whole.states_bytes, whole.inputs_bytes) == (64, 64, 128, 32)
     assert residents(model, given, trained_bytes=4).weights_bytes == 128
+    small = residents(model, given, trained_bytes=4, state_bytes=STATE_BYTES["adamw-8bit"], ema=True)
+    assert (small.gradients_bytes, small.states_bytes, small.ema_bytes) == (128, 64, 128)
     frozen = residents(model.requires_grad_(False), given, trained_bytes=4)
     assert (frozen.weights_bytes, frozen.gradients_bytes, frozen.states_bytes) == (64, 0, 0)
 
