@@ -70,7 +70,6 @@ class AutoHandle:
         self._probe: StepProbe | None = None
         self._seen: Probed | None = None
         self._largest = 0
-        self._stepped = False
         self._on_update = register_optimizer_step_post_hook(self._note_update)
         self._steps: Steps | None = None
         self.active = True
@@ -128,20 +127,23 @@ class AutoHandle:
 
     def _before_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         seen, size = self._stop_probe(), size_of(args, kwargs)
-        if size > self._largest:
-            self._steps = self._begin(args, kwargs)
-            self._largest, seen = size, None
-        elif size < self._largest:
+        if size < self._largest:
             self._seen = seen  # it fits where the largest one does, and its times would mislead
-            return
-        if self._steps is None:
-            return
+        elif size > self._largest:
+            self._go_on(self._begin(args, kwargs), None)
+            self._largest = size  # not before: where nothing fits, the next forward is to say so, too
+        elif self._steps is not None and self._planner is not None:
+            self._planner.begin_step()
+            self._go_on(self._steps, seen)
+
+    def _go_on(self, steps: Steps, seen: Probed | None) -> None:
+        self._steps = None
         try:
-            each = self._steps.send(seen)
+            each = steps.send(seen)
         except StopIteration:
-            self._steps = None
-        else:
-            self._probe = StepProbe(self.stacks, self._device, meter_of(self._device), each, self._watching).start()
+            return
+        self._steps = steps
+        self._probe = StepProbe(self.stacks, self._device, meter_of(self._device), each, self._watching).start()
 
     def _stop_probe(self) -> Probed | None:
         """What the last step of the largest size showed."""
@@ -159,14 +161,13 @@ class AutoHandle:
         """The states of the model's optimizer are there from now on."""
         own = {id(weight) for weight in self._root.parameters()}
         if any(id(weight) in own for group in optimizer.param_groups for weight in group["params"]):
-            self._stepped = True
             self._on_update.remove()
             if self._planner is not None:
-                self._planner.pending_bytes = 0
+                self._planner.note_update()
 
     def _begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps:
         planner = self._planner = self._planner or self._new_planner()
-        planner.forecast(args, kwargs, trained_before=self._stepped)
+        planner.forecast(args, kwargs)
         if self._limit is None:
             self._limit = Limit(self._device, planner.budget_bytes)
         return self._measuring(planner)

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.auto.lying import Lying
 from lowtide.errors import ConfigError
 from lowtide.families.row import Stack
 from lowtide.measure.cards import Card, find_card
 from lowtide.measure.device import measured_card
 from lowtide.measure.forecast import forecast
 from lowtide.measure.meta_copy import casting_as, on_meta, shapes_of
+from lowtide.measure.meter import meter_of
 from lowtide.measure.probe import Probed
-from lowtide.measure.residents import residents
 from lowtide.plan.assignment import assignment_of, schedule_of
 from lowtide.plan.costs import StepCosts
 from lowtide.plan.predict_step import predict_step
@@ -39,7 +40,6 @@ class Planner:
     """The costs of one model's step. rows: of its stacks. can_move: whether there is where to offload to.
 
     card: the device's figures, once they are asked for. spare_bytes: what PyTorch reserves beyond what tensors take.
-    pending_bytes: of optimizer states that are not there yet.
     """
 
     model: nn.Module
@@ -51,23 +51,40 @@ class Planner:
     costs: StepCosts | None = None
     card: Card | None = None
     spare_bytes: int = 0
-    pending_bytes: int = 0
-    _forecast_bytes: int = 0
+    _lying: Lying | None = None
+    _now_bytes: int = 0
+    _before_bytes: int = 0
+    _shared_bytes: int = 0
+    _error_bytes: int = 0
     _corrected: Schedule | None = None
 
-    def forecast(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], trained_before: bool) -> None:
+    def forecast(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Costs of a step with these arguments of the model's forward, from their shapes.
 
-        trained_before: gradients and the optimizer's states lie on the device already. Raises ConfigError where the
-        forward cannot be traced: says what to do instead.
+        Raises ConfigError where the forward cannot be traced: says what to do instead.
         """
         bound = inspect.signature(self.model.forward).bind(*args, **kwargs)
+        self._lying = self._lying or Lying(self.model, bound.arguments, meter_of(self.device))
+        self.spare_bytes = max(self.spare_bytes, self._lying.reserved_bytes)
+        self._now_bytes = self._lying.now_bytes()
         try:
             with torch.random.fork_rng(devices=[]):
-                self.costs = self._traced(_named(bound), self._resident_bytes(bound.arguments, trained_before))
-            self._forecast_bytes, self._corrected = self.costs.resident_bytes, None
+                self.costs = self._traced(_named(bound), self._now_bytes)
         except ConfigError as error:
             raise ConfigError(f"auto cannot plan for this model: {error}. Choose a backend by name instead.") from error
+        self._shared_bytes = self.costs.resident_bytes - self._now_bytes
+        self._error_bytes, self._corrected = 0, None
+
+    def begin_step(self) -> None:
+        """Before each further step that is planned or watched: see what lies on the device by now."""
+        assert self._lying is not None
+        self._before_bytes, self._now_bytes = self._now_bytes, self._lying.now_bytes()
+        self._settle()
+
+    def note_update(self) -> None:
+        """The optimizer has updated the model."""
+        if self._lying is not None:
+            self._lying.updated = True
 
     def plan(self, *, careful: bool = False, moving: bool = True) -> Plan:
         """careful: leave some of the budget free. moving: whether anything may wait in CPU memory.
@@ -103,19 +120,24 @@ class Planner:
         self.costs = with_bytes(self._known, seen)
 
     def learn_peak(self, schedule: Schedule, probed: Probed | None) -> None:
-        """Put the error of the predicted peak down to what lies there throughout, the largest of the steps under one
-        schedule (with accumulated gradients some need more than others); see what lies in unused pieces, too."""
+        """See by how much the predicted peak of the last step was wrong, at most of the steps under one schedule (with
+        accumulated gradients some need more than others), and what was reserved beyond it."""
         if probed is None or probed.peak_bytes is None or probed.reserved_bytes is None:
             return
-        forecast = replace(self._known, resident_bytes=self._forecast_bytes)
-        predicted = predict_step(forecast, assignment_of(forecast, schedule)).highest.peak_bytes
-        error_bytes = probed.peak_bytes + self.pending_bytes - predicted
-        if schedule == self._corrected:
-            error_bytes = max(error_bytes, self._known.resident_bytes - self._forecast_bytes)
+        costs = replace(self._known, resident_bytes=max(0, self._before_bytes + self._shared_bytes))
+        predicted = predict_step(costs, assignment_of(costs, schedule)).highest.peak_bytes
+        error_bytes = probed.peak_bytes - predicted
+        self._error_bytes = max(error_bytes, self._error_bytes) if schedule == self._corrected else error_bytes
         self._corrected = schedule
-        self.costs = replace(forecast, resident_bytes=max(0, self._forecast_bytes + error_bytes))
         most_bytes = int(_MOST_SPARE * self.budget_bytes)
         self.spare_bytes = min(most_bytes, max(self.spare_bytes, probed.reserved_bytes - probed.peak_bytes))
+        self._settle()
+
+    def _settle(self) -> None:
+        """What lies there throughout further steps."""
+        assert self._lying is not None
+        known = self._now_bytes + self._lying.to_come_bytes() + self._shared_bytes + self._error_bytes
+        self.costs = replace(self._known, resident_bytes=max(0, known))
 
     def learn_step(self, plan: Plan, step_ms: float) -> None:
         """Put the error of the predicted time down to copies, where there are any, or to what is not in blocks."""
@@ -150,18 +172,6 @@ class Planner:
                 min_bytes=self.min_bytes,
             )
         return costs if self.can_move else replace(costs, link=None)
-
-    def _resident_bytes(self, inputs: Mapping[str, Any], trained_before: bool) -> int:
-        """What lies on the device now, whoever's it is, and what training will put there."""
-        lying = residents(self.model, inputs)
-        if self.device.type != "cuda":
-            return lying.total_bytes
-        self.pending_bytes = to_come = 0 if trained_before else lying.states_bytes
-        gradients = sum(t.grad.nbytes for t in self.model.parameters() if t.grad is not None and t.grad.is_cuda)
-        to_come += max(0, lying.gradients_bytes - gradients)
-        to_come += 0 if trained_before else lying.workspace_bytes
-        self.spare_bytes = max(self.spare_bytes, lying.reserved_bytes)
-        return torch.cuda.memory_allocated(self.device) + to_come
 
 
 def size_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:

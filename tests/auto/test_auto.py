@@ -36,7 +36,7 @@ def _offload() -> Iterator[None]:
 def peaks(model: nn.Module, stacks: Any, *args: Any, **kwargs: Any) -> tuple[int, int]:
     """The least that a schedule reaches, and what the plain run takes, by forecast."""
     planner = Planner(model, stacks, torch.device("cpu"), 2**40, 1, can_move=True)
-    planner.forecast(args, kwargs, trained_before=False)
+    planner.forecast(args, kwargs)
     assert planner.costs is not None
     return smallest_peak(planner.costs).peak_bytes, solve(planner.costs, 2**40).prediction.peak_bytes
 
@@ -98,6 +98,8 @@ def test_where_nothing_fits_the_first_step_says_what_would() -> None:
         model(**inputs)
     with torch.no_grad():
         model(**inputs)  # no step
+    with pytest.raises(ConfigError, match="no schedule fits"):
+        model(**inputs)
     handle.detach()
     assert compare(plain, run_step(model, inputs, seed=0)) == []
     assert not any("lowtide" in type(module).__call__.__module__ for module in model.modules())
@@ -202,3 +204,15 @@ def test_without_a_device_that_says_what_is_free_a_budget_is_needed(budget: str 
         budget = "lots"
     with pytest.raises(ConfigError, match="vram_budget"):
         lowtide.attach(dropping(), backend="auto", vram_budget=budget)
+
+
+def test_an_update_of_this_model_is_noticed_and_nobody_elses() -> None:
+    model, other, x = dropping(), nn.Linear(4, 4), torch.randn(256, 64)
+    with attached(model, 2**34) as handle:
+        step(model, lambda: model(x))
+        assert handle._planner is not None and handle._planner._lying is not None
+        other(torch.randn(2, 4)).sum().backward()
+        torch.optim.SGD(other.parameters(), 0.1).step()
+        assert not handle._planner._lying.updated
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        assert handle._planner._lying.updated

@@ -1,0 +1,44 @@
+"""What lies on the device while a step runs, whatever becomes of activations: what is there when it begins, whoever's
+it is, and what training has yet to put there."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from lowtide.measure.meter import Meter
+from lowtide.measure.residents import residents
+
+
+class Lying:
+    """Of one model. meter: of its device; without one, what a forecast says.
+
+    updated: whether the optimizer has updated weights of the model, so that its states are there.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any], meter: Meter | None) -> None:
+        self.updated = False
+        self._model = model
+        self._meter = meter
+        self._expected = residents(model, inputs)
+        self._ran = False
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the allocator takes beyond that, as long as nothing is known: a forecast."""
+        return self._expected.reserved_bytes if self._meter is not None else 0
+
+    def now_bytes(self) -> int:
+        """Now, with gradients that backward will make, and the workspace of libraries before a first step."""
+        if self._meter is None:
+            return self._expected.total_bytes
+        workspace, self._ran = 0 if self._ran else self._expected.workspace_bytes, True
+        return self._meter.allocated() + self._missing_gradients() + workspace
+
+    def to_come_bytes(self) -> int:
+        """What the first update will put there: states of the optimizer, as AdamW has them."""
+        return 0 if self.updated or self._meter is None else self._expected.states_bytes
+
+    def _missing_gradients(self) -> int:
+        trained = (weight for weight in self._model.parameters() if weight.requires_grad)
+        return sum(weight.nbytes for weight in trained if weight.grad is None)
