@@ -29,6 +29,7 @@ from lowtide.bench.provenance import machine
 from lowtide.bench.record import Condition
 from lowtide.bench.works import Task, build, depth_of
 from lowtide.errors import ConfigError
+from lowtide.keys import AUTO
 from lowtide.plan.schedule import Schedule, mixed
 from lowtide.testing import cpu_offload
 from lowtide.units import format_bytes
@@ -81,7 +82,7 @@ def clear(device: str) -> None:
 
 
 def fixed(task: Task, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for mode in (NONE, *ATTACHED):
+    for mode in (NONE, *(name for name in ATTACHED if name != AUTO)):
         clear(options.device)
         try:
             with nullcontext() if mode == NONE else lowtide.attach(task.model, **ATTACHED[mode], **options.more):

@@ -24,6 +24,8 @@ from lowtide.runtime.unit import units_of
 
 RUNS_LAST = "runs last, stays on the device"
 """Why a block of which something would wait in CPU memory keeps it."""
+NOT_CALLED = "not called"
+"""Why a block was not treated: no step came by it."""
 
 
 class Handle:
@@ -84,7 +86,7 @@ class Handle:
 
     def _reason(self, record: BlockRecord) -> str | None:
         if not record.forward_calls:
-            return "not called"
+            return NOT_CALLED
         return record.reason or (RUNS_LAST if record.name in self._stay else None)
 
     def _treatment(self, record: BlockRecord) -> str:

@@ -15,6 +15,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import replace
 from operator import itemgetter
 from types import TracebackType
 from typing import Any
@@ -27,7 +28,7 @@ from lowtide.auto.budget import Limit, budget_bytes
 from lowtide.auto.planner import Planner, in_short, size_of
 from lowtide.controls import CheckpointConfig
 from lowtide.errors import ConfigError
-from lowtide.handle import Handle, attach_as, rows_for
+from lowtide.handle import NOT_CALLED, Handle, attach_as, rows_for
 from lowtide.measure.meter import meter_of
 from lowtide.measure.probe import Probed, StepProbe
 from lowtide.plan.schedule import Schedule, keep_all
@@ -72,8 +73,9 @@ class AutoHandle:
         self._largest = 0
         self._on_update = register_optimizer_step_post_hook(self._note_update)
         self._steps: Steps | None = None
+        self._inside = False
         self.active = True
-        intercept([(type(self._root).__name__, self._root)], self)
+        intercept([(type(self._root).__name__, self._root)], self, forward=True)
 
     # ------------------------------------------------------------------ as Handle
 
@@ -93,7 +95,16 @@ class AutoHandle:
 
     def receipt(self) -> Receipt:
         """What ran in the last step. Valid once its backward is done."""
-        return self._handle.receipt()
+        receipt = self._handle.receipt()
+        if self.plan is None and any(block.reason != NOT_CALLED for block in receipt.blocks):
+            return replace(receipt, warnings=(*receipt.warnings, self._unseen()))
+        return receipt
+
+    def _unseen(self) -> str:
+        return (
+            f"auto plans when {type(self._root).__name__} is called, and only its blocks have been: nothing is "
+            "recomputed and nothing moves. Call the model itself, or choose a backend by name"
+        )
 
     def detach(self) -> None:
         """Restore the model exactly. Graphs that are still alive can be run backward."""
@@ -119,11 +130,19 @@ class AutoHandle:
         self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """The model's call, after the schedule of the step has been seen to."""
-        if self.active and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        if self._inside or not self._is_step():
+            return original(module, *args, **kwargs)
+        self._inside = True  # its forward comes through, too
+        try:
             self._before_step(args, kwargs)
-        return original(module, *args, **kwargs)
+            return original(module, *args, **kwargs)
+        finally:
+            self._inside = False
 
     run_eagerly = run
+
+    def _is_step(self) -> bool:
+        return self.active and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
     def _before_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         seen, size = self._stop_probe(), size_of(args, kwargs)

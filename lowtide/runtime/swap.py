@@ -13,6 +13,7 @@ Rules (the numbering of segment.py goes on):
 """
 
 import copyreg
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -84,10 +85,17 @@ def is_attached(module: nn.Module) -> bool:
     return interceptor is not None and interceptor.active
 
 
-def intercept(modules: Iterable[tuple[str, nn.Module]], interceptor: Interceptor, *, around: bool = False) -> None:
+def intercept(
+    modules: Iterable[tuple[str, nn.Module]],
+    interceptor: Interceptor,
+    *,
+    around: bool = False,
+    forward: bool = False,
+) -> None:
     """Route every call of ``modules`` through ``interceptor``. ConfigError where one is attached already.
 
-    around: those of an attached module, too; what comes last is to be released first.
+    around: those of an attached module, too; what comes last is to be released first. forward: calls of ``forward``,
+    too, which PEFT's wrappers make; a call of the module then comes through twice.
     """
     modules = list(modules)
     taken = [name for name, module in modules if is_attached(module) and not around]
@@ -100,7 +108,7 @@ def intercept(modules: Iterable[tuple[str, nn.Module]], interceptor: Interceptor
     for _, module in modules:
         original = type(module)
         if original not in classes:
-            classes[original] = _generate(original, interceptor)
+            classes[original] = _generate(original, interceptor, forward)
         module.__class__ = classes[original]
 
 
@@ -118,7 +126,7 @@ def _outside(kind: type[nn.Module]) -> type[nn.Module]:
     return kind
 
 
-def _generate(original: type[nn.Module], interceptor: Interceptor) -> type[nn.Module]:
+def _generate(original: type[nn.Module], interceptor: Interceptor, with_forward: bool) -> type[nn.Module]:
     from torch._dynamo.decorators import skip  # late: it takes a second to import
 
     call_original = original.__call__
@@ -139,6 +147,13 @@ def _generate(original: type[nn.Module], interceptor: Interceptor) -> type[nn.Mo
 
     names = {key: getattr(original, key) for key in ("__module__", "__qualname__", "__doc__")}
     body = {**names, _MARK: original, _INTERCEPTOR: interceptor, "__call__": __call__, "__reduce_ex__": __reduce_ex__}
+    if with_forward:
+
+        @functools.wraps(original.forward)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return interceptor.run(original.forward, self, args, kwargs)
+
+        body["forward"] = forward
     make: Any = type(original)
     generated: type[nn.Module] = make(original.__name__, (original,), body)
     return generated

@@ -1,11 +1,13 @@
 """``backend="auto"`` on the CPU, where offload is simulated: budgets count against forecasts, gradients are exact."""
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import lowtide
@@ -216,3 +218,52 @@ def test_an_update_of_this_model_is_noticed_and_nobody_elses() -> None:
         assert not handle._planner._lying.updated
         torch.optim.SGD(model.parameters(), 0.1).step()
         assert handle._planner._lying.updated
+
+
+def by_call(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x)
+
+
+def by_forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model.forward(x)
+
+
+@pytest.mark.parametrize("run", [by_call, by_forward])
+def test_a_wrapper_may_call_forward(run: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+    model, x = dropping(), torch.randn(512, 64)
+    plain = step(model, lambda: model(x))
+    signature = inspect.signature(model.forward)
+    with attached(model, budget_for(model, x)) as handle:
+        assert inspect.signature(model.forward) == signature
+        for _ in range(STEPS):
+            found = step(model, lambda: run(model, x))
+            assert all(torch.equal(plain[name], value) for name, value in found.items())  # type: ignore[arg-type]
+        assert handle.plan is not None and handle.plan.source == MEASURED and handle.settled
+
+
+def test_a_lora_around_the_model() -> None:
+    """PEFT calls the forward of what it wraps."""
+    row = families.find("flux1")
+    inner = build_model(row, "tiny")
+    wrapped = get_peft_model(inner, LoraConfig(r=4, target_modules=["to_q", "to_v"], init_lora_weights=False))
+    inputs = build_inputs(row.tiny, torch.float32)
+    plain = run_step(wrapped, inputs, seed=0)
+    least, most = peaks(inner, row.stacks, **inputs)
+    with attached(wrapped, least + (most - least) // 3) as handle:
+        for _ in range(STEPS):
+            assert compare(plain, run_step(wrapped, inputs, seed=0)) == []
+        assert handle.settled and handle.plan is not None and handle.plan.source == MEASURED
+
+
+def test_blocks_that_are_called_past_the_model_are_told() -> None:
+    model, x = dropping(), torch.randn(64, 64)
+    with attached(model, 2**34) as handle:
+        assert not any("auto plans when" in warning for warning in handle.receipt().warnings)
+        y = x
+        for block in model.blocks:
+            y = block(y)
+        y.sum().backward()
+        (warning,) = handle.receipt().warnings
+        assert "auto plans when Chain is called, and only its blocks have been" in warning
+        step(model, lambda: model(x))
+        assert handle.receipt().warnings == ()
