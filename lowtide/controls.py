@@ -72,7 +72,7 @@ class CheckpointConfig(Keys):
         "kernels are kept, so that attention never runs twice. `unsloth`, `unsloth-ffn`, `unsloth-selective`: the "
         "same, and what the checkpoint itself must keep (the inputs of what is recomputed, those attention outputs) "
         "waits in CPU memory; they need an accelerator. `auto`: the quickest treatment of each block within "
-        "`vram_budget`, found in the first steps (docs/plan.md).",
+        "`vram_budget`, found in the first steps (docs/auto.md).",
     )
     vram_budget: Annotated[int | str | None, BeforeValidator(Budget())] = Field(
         default=None,
@@ -144,7 +144,10 @@ class CheckpointConfig(Keys):
         given = [f"{{{name}}}" for name, value in chosen.items() if value is not None]
         given += ["{offload_attention}"] if self.offload_attention else []
         if self.is_auto and given:
-            raise ValueError(f"{{backend}} = auto chooses for each block by itself: leave {' and '.join(given)} out.")
+            raise ValueError(
+                f"{{backend}} = auto chooses for each block by itself: leave {' and '.join(given)} out "
+                "(null in a file, none on a command line)."
+            )
         if self.vram_budget is not None and not self.is_auto:
             raise ValueError("{vram_budget} bounds what {backend} = auto chooses, and nothing else: set that, too.")
 

@@ -51,7 +51,8 @@ class Handle:
         self._modules = {name: module for name, module, _ in units}
         intercepted = [(module, unit) for _, module, unit in units]
         self._tracer = Tracer(intercepted, self._ledger, providers(), self._store, entry_points())
-        intercept(self._modules.items(), self._tracer if routes is None else routes.to(self._tracer))
+        self._interceptor = self._tracer if routes is None else routes.to(self._tracer)
+        intercept(self._modules.items(), self._interceptor)
 
     def receipt(self) -> Receipt:
         """What ran in the last step. Valid once its backward is done."""
@@ -134,7 +135,8 @@ class Handle:
 
     def detach(self) -> None:
         """Restore the model exactly. Graphs that are still alive can be run backward."""
-        release(self._modules.values())
+        if self._tracer.active:  # else these classes may be those of a handle that came after
+            release(self._modules.values(), self._interceptor)
         self._tracer.active = False
         if self._store is not None:
             self._store.close()

@@ -27,6 +27,7 @@ def attention_offload(config: CheckpointConfig, blocks: Sequence[tuple[str, bool
         return
     if config.backend == "unsloth-selective" and config.scope is not None:
         yield Note("offload_attention", MOVED_ALREADY)
+        return
     with_attention = [treatment for treatment, has_attention in blocks if has_attention]
     without, recomputed = len(blocks) - len(with_attention), with_attention.count(WHOLE)
     if recomputed == len(with_attention):

@@ -167,9 +167,9 @@ def test_budgets(given: Any, means: Any) -> None:
             {"vram_budget": "16GiB", "gradient_checkpointing": False},
             "vram_budget bounds what backend = auto chooses",
         ),
-        ({"interval": 2}, "backend = auto chooses for each block by itself: leave interval out."),
-        ({"interval": 2, "segment_stride": 3}, "leave interval and segment_stride out."),
-        ({"offload_attention": True}, "leave offload_attention out."),
+        ({"interval": 2}, "backend = auto chooses for each block by itself: leave interval out (null in a file"),
+        ({"interval": 2, "segment_stride": 3}, "leave interval and segment_stride out (null in a file"),
+        ({"offload_attention": True}, "leave offload_attention out (null in a file"),
     ],
     ids=str,
 )

@@ -38,11 +38,12 @@ class Limit:
             torch.cuda.empty_cache()  # what is cached above the limit would stay there
             self._expand(True)
             total_bytes = torch.cuda.get_device_properties(self._device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, size_bytes / total_bytes), self._device)
+            self._before = torch.cuda.get_per_process_memory_fraction(self._device)
+            torch.cuda.set_per_process_memory_fraction(min(self._before, size_bytes / total_bytes), self._device)
 
     def lift(self) -> None:
         if self._device is not None:
-            torch.cuda.set_per_process_memory_fraction(1.0, self._device)
+            torch.cuda.set_per_process_memory_fraction(self._before, self._device)
             self._expand(False)
 
     @staticmethod

@@ -12,10 +12,12 @@ stays with that, and measures nothing but its peak.
 """
 
 import functools
+import inspect
 import logging
 import math
+import weakref
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from types import TracebackType
 from typing import Any
@@ -25,9 +27,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide.auto.budget import Limit, budget_bytes
-from lowtide.auto.planner import Planner, in_short, size_of
+from lowtide.auto.planner import Planner, Size, in_short, size_of
 from lowtide.controls import CheckpointConfig
-from lowtide.errors import ConfigError
+from lowtide.errors import ConfigError, LowtideError
 from lowtide.handle import NOT_CALLED, Handle, attach_as, rows_for
 from lowtide.measure.meter import meter_of
 from lowtide.measure.probe import Probed, StepProbe
@@ -37,6 +39,7 @@ from lowtide.runtime.link import simulated
 from lowtide.runtime.receipt import Receipt
 from lowtide.runtime.resolve import ResolvedStack, resolve
 from lowtide.runtime.swap import Routes, intercept, release
+from lowtide.runtime.tracer import transformed
 
 _log = logging.getLogger("lowtide")
 
@@ -44,6 +47,8 @@ Steps = Generator[bool, Probed | None]
 """What is left of measuring: at each ``yield`` a step runs, and what it showed comes back. What is yielded says whether
 the memory of each block is to be seen."""
 
+_SETTLED = "from now on"
+_TRIED = {True: "tried for some steps, from measured times", False: "tried for some steps, with nothing moving"}
 _TIMED = 2
 """Steps of a candidate that count. The first under any schedule counts bytes, which takes time of its own."""
 
@@ -55,7 +60,8 @@ class AutoHandle:
         budget_bytes(config.vram_budget)  # raises now what the first step would raise
         self.config = config
         self.plan: Plan | None = None
-        self._root, rows = rows_for(model, family)
+        root, rows = rows_for(model, family)
+        self._root = root if rows is not None else _unwrapped(root)
         self._memory = CheckpointConfig(
             gradient_checkpointing=False,
             offload_pin_memory_max_buckets=config.offload_pin_memory_max_buckets,
@@ -70,8 +76,9 @@ class AutoHandle:
         self._limit: Limit | None = None
         self._probe: StepProbe | None = None
         self._seen: Probed | None = None
-        self._largest = 0
-        self._on_update = register_optimizer_step_post_hook(self._note_update)
+        self._largest: Size = (0, 0)
+        self._updated = False
+        self._on_update = register_optimizer_step_post_hook(_Updates(weakref.ref(self)))
         self._steps: Steps | None = None
         self._inside = False
         self.active = True
@@ -108,9 +115,11 @@ class AutoHandle:
 
     def detach(self) -> None:
         """Restore the model exactly. Graphs that are still alive can be run backward."""
+        if not self.active:
+            return
         self.active = False
         self._on_update.remove()
-        release([self._root])
+        release([self._root], self)
         self._stop_probe()
         self._handle.detach()
         if self._limit is not None:
@@ -142,15 +151,18 @@ class AutoHandle:
     run_eagerly = run
 
     def _is_step(self) -> bool:
-        return self.active and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        in_backward = torch._C._current_graph_task_id() != -1
+        return self.active and torch.is_grad_enabled() and not in_backward and not transformed()
 
     def _before_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        seen, size = self._stop_probe(), size_of(args, kwargs)
-        if size < self._largest:
-            self._seen = seen  # it fits where the largest one does, and its times would mislead
-        elif size > self._largest:
+        seen, size = self._stop_probe(), size_of(self._root, args, kwargs)
+        largest = (max(size[0], self._largest[0]), max(size[1], self._largest[1]))
+        if largest != self._largest:
+            self._largest = (0, 0)  # until it is planned for: where nothing fits, the next forward is to say so, too
             self._go_on(self._begin(args, kwargs), None)
-            self._largest = size  # not before: where nothing fits, the next forward is to say so, too
+            self._largest = largest
+        elif size != largest:
+            self._seen = seen  # it fits where the largest one does, and its times would mislead
         elif self._steps is not None and self._planner is not None:
             self._planner.begin_step()
             self._go_on(self._steps, seen)
@@ -161,6 +173,9 @@ class AutoHandle:
             each = steps.send(seen)
         except StopIteration:
             return
+        except LowtideError:
+            self._largest = (0, 0)  # the next forward is planned for anew, or says the same
+            raise
         self._steps = steps
         self._probe = StepProbe(self.stacks, self._device, meter_of(self._device), each, self._watching).start()
 
@@ -176,11 +191,13 @@ class AutoHandle:
 
     # ------------------------------------------------------------------ the first steps
 
-    def _note_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """The states of the model's optimizer are there from now on."""
+    def note_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """After each update: the states of the model's optimizer are there from the first one on."""
+        if self._updated:
+            return
         own = {id(weight) for weight in self._root.parameters()}
         if any(id(weight) in own for group in optimizer.param_groups for weight in group["params"]):
-            self._on_update.remove()
+            self._updated = True
             if self._planner is not None:
                 self._planner.note_update()
 
@@ -197,14 +214,15 @@ class AutoHandle:
         return Planner(self._root, self._rows, self._device, size_bytes, self.config.offload_min_bytes, can_move)
 
     def _measuring(self, planner: Planner) -> Steps:
-        plan = self._take(planner.plan(careful=True))
+        plan = self._take(planner.plan(careful=True), "to begin with, from shapes")
         planner.learn_peak(plan.schedule, (yield False))
         sample = planner.sampling()
         if sample is None or plan.leaves_off:
-            plan = self._take(self._candidate(planner) or plan)
+            plan = self._take(self._candidate(planner) or plan, _SETTLED)
         if sample is None or plan.leaves_off:
             return
         self._change(sample)
+        _log.info("auto: two steps measure each treatment on some blocks")
         seen = yield True
         planner.learn_bytes(sample, seen)
         planner.learn_peak(sample, seen)
@@ -213,9 +231,9 @@ class AutoHandle:
         for moving in (True, True, False):
             made = self._candidate(planner, moving)
             if made is not None and all(made.schedule != other.schedule for _, other in tried):
-                step_ms = yield from self._try(planner, self._take(made))
+                step_ms = yield from self._try(planner, self._take(made, _TRIED[moving]))
                 tried.append((step_ms, made))
-        self._take(min(tried, key=itemgetter(0), default=(math.inf, plan))[1])
+        self._take(min(tried, key=itemgetter(0), default=(math.inf, plan))[1], _SETTLED)
 
     @staticmethod
     def _candidate(planner: Planner, moving: bool = True) -> Plan | None:
@@ -238,10 +256,11 @@ class AutoHandle:
             planner.learn_step(plan, min(times_ms))
         return min(times_ms, default=math.inf)
 
-    def _take(self, plan: Plan) -> Plan:
+    def _take(self, plan: Plan, why: str) -> Plan:
+        """why: it is taken, for people."""
         self.plan = plan
         self._change(plan.schedule)
-        _log.info("auto: %s", in_short(plan))
+        _log.info("auto: %s: %s", why, in_short(plan))
         return plan
 
     def _change(self, schedule: Schedule) -> None:
@@ -255,3 +274,23 @@ class AutoHandle:
     def _attached(self, schedule: Schedule) -> Handle:
         self._running = schedule
         return attach_as(self._root, self._memory, schedule, self._family, self._routes)
+
+
+@dataclass(frozen=True)
+class _Updates:
+    """torch's hook after every update of any optimizer. It must not keep a model alive, nor be removed as it runs."""
+
+    handle: "weakref.ref[AutoHandle]"
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        handle = self.handle()
+        if handle is not None:
+            handle.note_update(optimizer)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """What stands in wrappers that have nothing but it, and take what it takes (DDP, PEFT, torch.compile)."""
+    children = list(model.children())
+    kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
+    takes_anything = inspect.Parameter.VAR_POSITIONAL in kinds and len(kinds) == 2
+    return _unwrapped(children[0]) if len(children) == 1 and takes_anything else model

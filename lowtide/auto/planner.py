@@ -1,10 +1,14 @@
 """Costs of the step at hand, from its shapes at first and from what steps took later, and the plan that they make."""
 
 import inspect
-from collections.abc import Mapping
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -18,12 +22,12 @@ from lowtide.measure.meta_copy import casting_as, on_meta, shapes_of
 from lowtide.measure.meter import meter_of
 from lowtide.measure.probe import Probed
 from lowtide.plan.assignment import assignment_of, schedule_of
-from lowtide.plan.costs import StepCosts
+from lowtide.plan.costs import BlockKind, StepCosts
 from lowtide.plan.predict_step import predict_step
 from lowtide.plan.sampling import bytes_of, corrected, samples_of, sampling, with_bytes, with_copies_taking
-from lowtide.plan.schedule import Schedule
+from lowtide.plan.schedule import ATTENTION, KEPT, WHOLE, Schedule
 from lowtide.plan.solve import Plan, smallest_peak, solve
-from lowtide.runtime.flatten import tensors_of
+from lowtide.runtime.flatten import OpaqueArgument, flatten_call, tensors_of
 from lowtide.runtime.host_memory import host_memory
 from lowtide.runtime.pool import SHARE_OF_MACHINE
 from lowtide.runtime.resolve import resolve
@@ -64,11 +68,12 @@ class Planner:
         Raises ConfigError where the forward cannot be traced: says what to do instead.
         """
         bound = inspect.signature(self.model.forward).bind(*args, **kwargs)
+        _check_arguments(args, kwargs)
         self._lying = self._lying or Lying(self.model, bound.arguments, meter_of(self.device))
         self.spare_bytes = max(self.spare_bytes, self._lying.reserved_bytes)
         self._now_bytes = self._lying.now_bytes()
         try:
-            with torch.random.fork_rng(devices=[]):
+            with _random_states_kept():
                 self.costs = self._traced(_named(bound), self._now_bytes)
         except ConfigError as error:
             raise ConfigError(f"auto cannot plan for this model: {error}. Choose a backend by name instead.") from error
@@ -171,19 +176,65 @@ class Planner:
                 host_limit_bytes=None if memory is None else int(SHARE_OF_MACHINE * memory.limit_bytes),
                 min_bytes=self.min_bytes,
             )
+        if not any(kind.forward_ms for kind in costs.kinds.values()):
+            raise ConfigError("its forward calls none of its blocks (has somebody put another forward in its place?)")
+        if any(
+            block._compiled_call_impl is not None
+            for stack in resolve(self.model, self.rows)
+            for _, block in stack.blocks
+        ):
+            costs = replace(costs, kinds={name: _uncut(kind) for name, kind in costs.kinds.items()})
         return costs if self.can_move else replace(costs, link=None)
 
 
-def size_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Elements of all tensors among a forward's arguments: how large a step is."""
-    return sum(tensor.numel() for tensor in tensors_of((args, dict(kwargs))))
+Size = tuple[int, int]
+
+
+def size_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Size:
+    """How large a step is: bytes of the tensors among a forward's arguments, and of the weights that are trained."""
+    trained = sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
+    return sum(tensor.nbytes for tensor in tensors_of((args, dict(kwargs)))), trained
 
 
 def in_short(plan: Plan) -> str:
-    """The plan in a line."""
+    """The plan in a line: how many blocks have which treatment, and its peak and time by prediction."""
     made = plan.prediction
-    what = plan.mode or "a schedule of its own for each block"
-    return f"{what}: peak {format_bytes(made.peak_bytes)} of {format_bytes(plan.budget_bytes)}"
+    words = Counter(
+        "+".join((treatment, *sorted(moves)))
+        for stack in plan.schedule.stacks.values()
+        for treatment, moves in zip(stack.treatments, stack.moves, strict=True)
+    )
+    what = ", ".join(f"{count} {word}" for word, count in words.most_common())
+    return f"{what}; peak {format_bytes(made.peak_bytes)} of {format_bytes(plan.budget_bytes)}, {made.step_ms:.0f} ms"
+
+
+@contextmanager
+def _random_states_kept() -> Iterator[None]:
+    """What the traced forward draws is not taken from the run: torch's numbers on the CPU, Python's and numpy's."""
+    python, of_numpy = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(of_numpy)
+
+
+def _check_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an argument that a trace would change: a cache, an iterator, an object with a state."""
+    try:
+        flatten_call(args, dict(kwargs))
+    except OpaqueArgument as error:
+        raise ConfigError(
+            f"auto cannot plan for this model: its forward is given a {error}, which tracing it might change. Choose a "
+            "backend by name instead."
+        ) from error
+
+
+def _uncut(kind: BlockKind) -> BlockKind:
+    """Without what reaches into a block: compiled code would be cut there, and compiled anew for each treatment."""
+    whole = (cost for cost in kind.treatments if cost.treatment in (KEPT, WHOLE) and ATTENTION not in cost.moves)
+    return replace(kind, treatments=tuple(whole))
 
 
 def _named(bound: inspect.BoundArguments) -> dict[str, Any]:

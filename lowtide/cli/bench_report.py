@@ -54,7 +54,7 @@ def compare(a: Before, b: After, json: AsJson = False) -> None:
         comparison = compared(_read(a), _read(b))
     if json:
         show_json(comparison.as_dict())
-    else:
+    elif comparison.compared:
         show(*_in_words(comparison))
     if not comparison.compared:
         why = f" ({'; '.join(comparison.apart)})" if comparison.apart else ""

@@ -1,14 +1,15 @@
 """Arguments and options that several commands share. Help texts of controls come from ``CheckpointConfig``."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lowtide.cli.option_docs import help_of
 from lowtide.controls import CheckpointConfig
 from lowtide.errors import ConfigError
-from lowtide.plan.saved_plan import load_plan
-from lowtide.plan.schedule import Schedule
+
+if TYPE_CHECKING:
+    from lowtide.plan.schedule import Schedule
 
 # Values are text here: CheckpointConfig checks them, so that a mistake reads the same everywhere.
 Target = Annotated[
@@ -38,7 +39,7 @@ SavedPlan = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
-def schedule_from(path: str | None, config: CheckpointConfig) -> Schedule | None:
+def schedule_from(path: str | None, config: CheckpointConfig) -> "Schedule | None":
     """The schedule of a saved plan, beside which nothing but the smallest size that moves may be set.
 
     Raises ConfigError for a file that is no plan, and for other settings.
@@ -49,4 +50,6 @@ def schedule_from(path: str | None, config: CheckpointConfig) -> Schedule | None
     given = [name for name, value in config.attach_arguments().items() if value != usual[name]]
     if wrong := [name for name in given if name != "offload_min_bytes"]:
         raise ConfigError(f"a plan says by itself what is done with every block: leave {', '.join(wrong)} out.")
+    from lowtide.plan.saved_plan import load_plan
+
     return load_plan(path).schedule

@@ -1,6 +1,7 @@
 """``lowtide train``: from a configuration to trained weights and a report."""
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,7 +39,12 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
     settings = load_config(config, overrides or ())
     report = finished(settings)
     if report is not None:
-        show(as_it_is(f"This run is done already: {report['steps']} steps. To run it once more,\n{START_AFRESH}."))
+        show(
+            as_it_is(
+                f"This run is done already: {report['steps']} steps. With a larger max_train_steps it goes on. To run "
+                f"it once more,\n{START_AFRESH}."
+            )
+        )
     else:
         with working():
             report = _trained(settings)
@@ -60,6 +66,8 @@ def quiet_reporter() -> "Reporter":
     console = Console(stderr=True)
     console.print("loading torch, diffusers and transformers", style="dim")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the libraries are imported, next
+    if sys.platform == "linux" and not os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # else a tenth lies in unusable pieces
     from lowtide.train.loading import quiet_libraries
     from lowtide.train.progress import Reporter
 

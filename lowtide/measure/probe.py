@@ -117,7 +117,7 @@ class StepProbe:
     def stop(self) -> Probed | None:
         """What was seen; None where backward did not run through, or did not come to every block of the forward."""
         self.active = False
-        release(block for stack in self.stacks for _, block in stack.blocks)
+        release([block for stack in self.stacks for _, block in stack.blocks], self.routes)
         forwards = [seen for seen in self._seen.values() if seen.end is not None]
         if self._end is None or not self._order or len(self._order) < len(forwards):
             return None
@@ -149,7 +149,7 @@ class StepProbe:
             return original(module, *args, **kwargs)
         seen = self._seen[name] = _Seen(self._mark(), self._allocated())
         output = original(module, *args, **kwargs)
-        given = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+        given = [tensor for tensor in tensors_of(output) if tensor.requires_grad and not tensor.is_leaf]
         if given:
             seen.end, seen.after_bytes = self._mark(), self._allocated()
         for tensor in given:

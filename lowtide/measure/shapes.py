@@ -59,7 +59,11 @@ class Shapes:
         The values of those that are in CPU memory are known; what the forward does to them, it does to a copy.
         """
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-            return tree_map_only(torch.Tensor, functools.partial(self._values.stand_in, small_only=False), value)
+            return tree_map_only(torch.Tensor, self._taken, value)
+
+    def _taken(self, tensor: torch.Tensor) -> torch.Tensor:
+        taken = self._values.stand_in(tensor, small_only=False)
+        return taken.requires_grad_() if tensor.requires_grad and not taken.requires_grad else taken
 
     def stand_in(self, weight: torch.Tensor) -> torch.Tensor:
         """The tensor of the meta device that the forward sees of a weight or buffer."""

@@ -112,11 +112,12 @@ def intercept(
         module.__class__ = classes[original]
 
 
-def release(modules: Iterable[nn.Module]) -> None:
-    """Put the original classes back, where they are still ours to put back."""
+def release(modules: Iterable[nn.Module], interceptor: Interceptor) -> None:
+    """Put the original classes back, where they are still this interceptor's to put back."""
     for module in modules:
-        if _MARK in vars(type(module)):
-            module.__class__ = vars(type(module))[_MARK]
+        kind = vars(type(module))
+        if kind.get(_INTERCEPTOR) is interceptor:
+            module.__class__ = kind[_MARK]
 
 
 def _outside(kind: type[nn.Module]) -> type[nn.Module]:
@@ -127,18 +128,6 @@ def _outside(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _generate(original: type[nn.Module], interceptor: Interceptor, with_forward: bool) -> type[nn.Module]:
-    from torch._dynamo.decorators import skip  # late: it takes a second to import
-
-    call_original = original.__call__
-    run_eagerly: Any = torch.compiler.disable(interceptor.run_eagerly)
-
-    @skip  # rule 16; what it calls is closed by run_eagerly, which costs more, so only where somebody compiles
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        run = interceptor.run if get_eval_frame_callback() is None else run_eagerly
-        return run(call_original, self, args, kwargs)
-
-    vars(__call__)["_torchdynamo_disable_msg"] = _WHY_CLOSED
-
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         reduced = super(generated, self).__reduce_ex__(protocol)
         if type(self) is not generated or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
@@ -146,14 +135,25 @@ def _generate(original: type[nn.Module], interceptor: Interceptor, with_forward:
         return (rebuild, (_outside(original),), *reduced[2:])
 
     names = {key: getattr(original, key) for key in ("__module__", "__qualname__", "__doc__")}
-    body = {**names, _MARK: original, _INTERCEPTOR: interceptor, "__call__": __call__, "__reduce_ex__": __reduce_ex__}
-    if with_forward:
-
-        @functools.wraps(original.forward)
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return interceptor.run(original.forward, self, args, kwargs)
-
-        body["forward"] = forward
+    body = {**names, _MARK: original, _INTERCEPTOR: interceptor, "__reduce_ex__": __reduce_ex__}
+    for name in ("__call__", "forward") if with_forward else ("__call__",):
+        body[name] = _passing(getattr(original, name), interceptor)
     make: Any = type(original)
     generated: type[nn.Module] = make(original.__name__, (original,), body)
     return generated
+
+
+def _passing(call_original: Callable[..., Any], interceptor: Interceptor) -> Callable[..., Any]:
+    """A method that goes through the interceptor."""
+    from torch._dynamo.decorators import skip  # late: it takes a second to import
+
+    run_eagerly: Any = torch.compiler.disable(interceptor.run_eagerly)
+
+    @skip  # rule 16; what it calls is closed by run_eagerly, which costs more, so only where somebody compiles
+    @functools.wraps(call_original)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run = interceptor.run if get_eval_frame_callback() is None else run_eagerly
+        return run(call_original, self, args, kwargs)
+
+    vars(call)["_torchdynamo_disable_msg"] = _WHY_CLOSED
+    return call

@@ -101,10 +101,8 @@ class Tracer:
             not torch.is_grad_enabled()
             or self.nesting.depth > 0
             or not self.active
-            or peek_interpreter_stack() is not None
             or not _saved_tensors_hooks_is_enabled()
-            or torch._C._get_tracing_state() is not None
-            or forward_ad._current_level >= 0  # its level has ended by the time of backward
+            or transformed()
         )
 
     # ------------------------------------------------------------------ recording
@@ -272,6 +270,15 @@ class Tracer:
             return self._keep(unit, original, module, args, kwargs, f"it is given a {kind}, which it may change unseen")
         finally:
             self.nesting.depth -= 1
+
+
+def transformed() -> bool:
+    """Whether a transform of functorch, a trace or forward-mode differentiation is going on."""
+    return (
+        peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0  # its level has ended by the time of backward
+    )
 
 
 def _weight_addresses(call: Call) -> set[int]:

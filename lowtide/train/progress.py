@@ -1,7 +1,8 @@
 """Shows how far a run is: a bar on a terminal, a line now and then elsewhere."""
 
+import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -49,6 +50,21 @@ class Reporter:
         )  # fmt: skip
         bar.add_task(title, total=total, loss="–", pace="–", memory="–")
         return bar
+
+
+@contextmanager
+def told(say: Callable[[str], None]) -> Iterator[None]:
+    """While a ``with`` lasts, what lowtide logs is told to people, too."""
+    logger, handler = logging.getLogger("lowtide"), logging.Handler(logging.INFO)
+    handler.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 class StepBar:

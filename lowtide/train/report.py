@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowtide.errors import ConfigError
-from lowtide.keys import shown
+from lowtide.keys import AUTO, shown
 from lowtide.train.config import HARMLESS, LATEST, START_AFRESH, TrainConfig, changes
 from lowtide.units import format_bytes
 
@@ -74,7 +74,9 @@ def result_lines(report: Mapping[str, Any]) -> Iterator[str]:
         f"Learned: loss on a fixed batch {loss['before']:.4f} → {loss['after']:.4f} "
         f"({-100 * loss['improvement']:+.1f} %) in {report['steps']} steps of {summary['median_step_seconds']:.2f} s"
     )
-    if blocks["as_expected"]:
+    if blocks["as_expected"] and report["checkpointing"] == AUTO:
+        yield f"Recomputed: {len(blocks['receipt'])} blocks in the last step, exactly those of the plan that auto chose"
+    elif blocks["as_expected"]:
         yield f"Recomputed: {len(blocks['receipt'])} blocks in each step, exactly those that the setting asks for"
     else:
         yield (

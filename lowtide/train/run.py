@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import lowtide
+from lowtide.auto.budget import budget_bytes
 from lowtide.runtime.store import accelerator_or_simulated
 from lowtide.train.adapters import Everything, Lora, Trained
 from lowtide.train.config import ESCALATE, TrainConfig, TrainKeys
@@ -21,7 +22,7 @@ from lowtide.train.loop import Guard, Interrupt, StepDone, Updater, load_batch, 
 from lowtide.train.memory import peak_bytes
 from lowtide.train.metrics import add_metrics, read_metrics, summary_of
 from lowtide.train.prepare import Prepared, prepare
-from lowtide.train.progress import Reporter
+from lowtide.train.progress import Reporter, told
 from lowtide.train.report import REPORT, WEIGHTS, compare_blocks
 from lowtide.train.resume import RunState, read_tensors, save_checkpoint
 from lowtide.train.samples import AFTER, BEFORE, write_pair, write_sample
@@ -59,6 +60,8 @@ def run(config: TrainConfig, reporter: Reporter) -> dict[str, Any] | None:
     """
     if config.checkpointing.moves:
         accelerator_or_simulated()  # raises now what attach would raise after everything is cached
+    if config.checkpointing.is_auto:
+        budget_bytes(config.checkpointing.vram_budget)
     prepared = prepare(config, reporter)
     state, checkpoint = begin(config, prepared.cached.digest, reporter)
     session = _open(prepared, state, checkpoint)
@@ -66,7 +69,7 @@ def run(config: TrainConfig, reporter: Reporter) -> dict[str, Any] | None:
         state.loss_before = session.fixed_loss()
         _sample(session, BEFORE)
     setting = setting_of(state, config, session.denoiser.model, reporter.say)
-    with Attached(session.denoiser.model, config.keys.family, setting) as attached:
+    with told(reporter.say), Attached(session.denoiser.model, config.keys.family, setting) as attached:
         _train(session, attached, reporter)
         blocks = recomputed_blocks(attached.handle.stacks, attached.handle.schedule)
     if state.step < config.keys.max_train_steps:

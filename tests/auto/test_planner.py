@@ -86,7 +86,7 @@ def test_one_step_teaches_what_others_take(key: str) -> None:
     measured.planner.learn_bytes(sample, seen)
     measured.planner.learn_peak(sample, seen)
     after = measured.errors(shares)
-    assert max(map(abs, after)) <= 0.05
+    assert max(map(abs, after)) <= 0.1
     assert sum(map(abs, after)) < sum(map(abs, before))
 
 

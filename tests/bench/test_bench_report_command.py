@@ -72,7 +72,7 @@ def test_nothing_compared_is_exit_code_2(bench: Callable[..., Any], tmp_path: Pa
     result = bench("compare", a, b)
     assert result.exit_code == 2
     assert "nothing was compared" in result.stderr and "card: H200 in A, L40S in B" in result.stderr
-    assert "0 cells compared" in result.stdout
+    assert result.stdout == ""
     result = bench("compare", a, b, "--json")
     assert result.exit_code == 2
     assert json.loads(result.stdout)["compared"] == 0

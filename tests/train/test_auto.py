@@ -1,5 +1,6 @@
 """``gradient_checkpointing_backend: auto`` in a run of the trainer: it learns the same, and says what it chose."""
 
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -52,10 +53,17 @@ def test_it_learns_exactly_what_every_setting_learns(
     assert ran["recomputed"] == len(blocks["receipt"])
     off = report["settings"][0]
     assert off["keys"]["gradient_checkpointing"] is False and ran["held_bytes"] < off["held_bytes"]
-    assert any("exactly those that the setting asks for" in line for line in result_lines(report))
+    assert any("exactly those of the plan that auto chose" in line for line in result_lines(report))
 
 
 def test_where_the_plain_run_fits_nothing_is_recomputed(train: Train) -> None:
     report = train(**AUTO, vram_budget="64GiB")
     assert report is not None
     assert report["recomputed_blocks"] == {"expected": [], "receipt": [], "as_expected": True}
+
+
+def test_what_auto_does_is_told(train_and_tell: Callable[..., tuple[dict[str, Any] | None, str]]) -> None:
+    _, told = train_and_tell(**AUTO, vram_budget="64GiB")
+    assert re.search(r"auto: to begin with, from shapes: 12 kept; peak .* of .*, \d+ ms", told)
+    assert "auto: from now on: " in told
+    assert logging.getLogger("lowtide").handlers == []
