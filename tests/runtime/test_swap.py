@@ -11,6 +11,7 @@ import lowtide
 from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.plan.schedule import Schedule, whole_blocks
 from lowtide.runtime.resolve import expand, resolve
+from lowtide.runtime.swap import is_attached
 from tests.runtime.toys import Block, Chain, assert_equal, chain, inputs, step
 
 
@@ -135,3 +136,20 @@ def test_stacks_are_found_by_structure() -> None:
     assert stack.row.attention == ("self_attn",)
     with pytest.raises(UnsupportedError, match="no block stack was found"):
         resolve(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), None)
+
+
+def test_a_handle_that_is_detached_twice_harms_no_other() -> None:
+    model, x = chain(4), inputs()
+    first = lowtide.attach(model)
+    first.detach()
+    with lowtide.attach(model) as second:
+        first.detach()
+        step(model, lambda: model(x))
+        assert second.receipt().totals["recompute_calls"] == 4
+    with lowtide.attach(model) as outer:
+        outer.detach()
+        inner = lowtide.attach(model, interval=2)
+    step(model, lambda: model(x))
+    assert inner.receipt().totals["recompute_calls"] == 4
+    inner.detach()
+    assert not any(is_attached(block) for block in model.blocks)
