@@ -8,6 +8,8 @@ from lowtide.errors import ConfigError
 from lowtide.keys import AUTO
 from lowtide.measure.device import available_bytes, budget_within
 
+_SETTERS = ("_accelerator_setAllocatorSettings", "_cuda_cudaCachingAllocator_set_allocator_settings")
+"""Of newer versions of torch, and of older ones. There is no public name."""
 _CHOSEN = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
 
@@ -50,4 +52,6 @@ class Limit:
     def _expand(on: bool) -> None:
         """As ``PYTORCH_ALLOC_CONF`` would, but now. Somebody's own choice there stays."""
         if torch.cuda.get_allocator_backend() == "native" and not _CHOSEN.intersection(os.environ):
-            torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{on}")
+            known = vars(torch._C)
+            change = next(known[name] for name in _SETTERS if name in known)
+            change(f"expandable_segments:{on}")
