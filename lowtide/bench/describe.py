@@ -36,6 +36,7 @@ _COMPILE = {"off": "no compile", "regional": "regional compile"}
 _TOLD_SIZES = ("B", "FR", "H", "W", "T", "SEC")
 _SYNTHETIC = re.compile(r"(\d+)x(\d+)")
 _FREE = "what is free"
+_LONGEST = 200  # characters of a file's name, so that an end and a number fit
 
 
 def mode_title(condition: Condition) -> str:
@@ -88,7 +89,9 @@ def distinct_names(texts: Iterable[str]) -> list[str]:
     taken: set[str] = set()
     names = []
     for text in texts:
-        plain = "".join(char if char.isascii() and (char.isalnum() or char in "_-") else "-" for char in text)
+        plain = "".join(
+            char if char.isascii() and (char.isalnum() or char in "_-") else "-" for char in text[:_LONGEST]
+        )
         numbered = (f"{plain}-{number}" for number in count(2))
         name = next(name for name in chain([plain], numbered) if name.lower() not in taken)
         taken.add(name.lower())

@@ -1,5 +1,6 @@
 """What stands behind each cell of a matrix: runs, spread, reserved and host memory, and what the receipt counted."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
@@ -39,7 +40,7 @@ def _detail(cell: Cell, outcome: Outcome, column: str) -> Detail:
     spread = outcome.spread_s if figures else None
     notes = [*outcome.inert, *map(first_line, outcome.reasons), *cell.remarks, *_receipt_notes(last)]
     notes += in_words(last["plan"], figures[-1]) if figures and "plan" in last else []
-    notes += [f"{outcome.superseded} earlier records of other commits left out"] if outcome.superseded else []
+    notes += list(_left_out(outcome))
     return Detail(
         mode=cell.mode,
         column=column,
@@ -51,6 +52,18 @@ def _detail(cell: Cell, outcome: Outcome, column: str) -> Detail:
         blocks=", ".join(f"{count} {treatment}" for treatment, count in last.get("blocks", {}).items()),
         notes=tuple(dict.fromkeys(notes)),
     )
+
+
+def _left_out(outcome: Outcome) -> Iterator[str]:
+    """``"3 earlier records of other commits are left out (2 failed, 1 ok)"``."""
+    if outcome.superseded:
+        states = Counter(record.state for record in outcome.superseded).most_common()
+        told = ", ".join(f"{count} {state}" for state, count in states)
+        count = len(outcome.superseded)
+        which = (
+            "1 earlier record of another commit is" if count == 1 else f"{count} earlier records of other commits are"
+        )
+        yield f"{which} left out ({told})"
 
 
 def _receipt_notes(receipt: Mapping[str, Any]) -> Iterator[str]:

@@ -6,6 +6,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from lowtide.bench import index, scaling
 from lowtide.bench.details import details
+from lowtide.bench.failures import failures
+from lowtide.bench.findings import findings
 from lowtide.bench.picture import Picture
 from lowtide.bench.report import LEGEND, Report
 
@@ -20,5 +22,12 @@ def html(report: Report, pictures: Sequence[Picture] = ()) -> str:
         lstrip_blocks=True,
     )
     return environment.get_template("report.html").render(
-        report=report, pictures=pictures, index=index, scaling=scaling, details=details, legend=LEGEND
+        report=report,
+        pictures=pictures,
+        index=index,
+        scaling=scaling,
+        details=details,
+        failures=failures,
+        findings=list(findings(report)),
+        legend=LEGEND,
     )

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from lowtide.bench import index, scaling
 from lowtide.bench.details import details
+from lowtide.bench.failures import failures
+from lowtide.bench.findings import findings
 from lowtide.bench.picture import Picture
 from lowtide.bench.report import LEGEND, Cell, Matrix, Report
 
@@ -22,12 +24,25 @@ _DETAIL_HEADS = (
 
 def markdown(report: Report, pictures: Sequence[Picture] = (), folder: str = "images") -> str:
     """folder: where the pictures lie, as the page should name it: ``FOLDER/NAME.svg``."""
-    lines = ["# Benchmark report", "", LEGEND, "", *_machines(report)]
-    lines += [f"Public figures: {source}." for source in report.sources]
-    lines += ["", *_index(report), *_shown(pictures, None, folder)]
+    lines = ["# Benchmark report", "", *_list(f"**{term}**: {meaning}" for term, meaning in LEGEND.items())]
+    lines += [*_machines(report), *(f"Public figures: {source}." for source in report.sources), ""]
+    lines += [*_findings(report), *_index(report), *_shown(pictures, None, folder)]
     for matrix in report.matrices:
         lines += ["", *_matrix(matrix, list(_shown(pictures, matrix.name, folder)))]
     return "\n".join(lines) + "\n"
+
+
+def _list(texts: Iterable[str]) -> Iterator[str]:
+    yield from (f"- {text}" for text in texts)
+    yield ""
+
+
+def _findings(report: Report) -> Iterator[str]:
+    found = list(findings(report))
+    if found:
+        yield "## What comes out of it"
+        yield ""
+        yield from _list(map(_text, found))
 
 
 def _index(report: Report) -> Iterator[str]:
@@ -59,11 +74,12 @@ def _matrix(matrix: Matrix, pictures: Iterable[str]) -> Iterator[str]:
     yield ""
     yield from (f"**{warning}**\n" for warning in matrix.warnings)
     yield f"{_text(matrix.common)}." if matrix.common else ""
+    yield from (f"\n⚠ {_text(note)}" for note in failures(matrix))
     for remark in matrix.published.remarks if matrix.published else ():
         yield f"Public figures: {remark}."
     yield ""
     heads = [_head(column.title, column.differs) for column in matrix.columns]
-    yield from _table(["mode", *heads], ([mode, *map(_cell, cells)] for mode, cells in matrix.rows))
+    yield from _table(["mode", *heads], ([_text(mode), *map(_cell, cells)] for mode, cells in matrix.rows))
     for found in scaling.scalings(matrix):
         yield from _scaling(found)
     yield from pictures
@@ -73,7 +89,7 @@ def _matrix(matrix: Matrix, pictures: Iterable[str]) -> Iterator[str]:
 def _scaling(found: scaling.Scaling) -> Iterator[str]:
     yield f"\n{scaling.EXPLAINED} {_text(found.title)}.\n"
     heads = [f"batch {batch}" for batch in found.batches]
-    rows = ([row.mode, *(f"**{text}**" if best else text for text, best in row.texts)] for row in found.rows)
+    rows = ([_text(row.mode), *(f"**{text}**" if best else text for text, best in row.texts)] for row in found.rows)
     yield from _table(["mode", *heads], rows)
 
 
@@ -97,7 +113,9 @@ def _head(title: str, differs: Sequence[str]) -> str:
 def _cell(cell: Cell) -> str:
     headline = f"**{_text(cell.headline)}**" if cell.result else _text(cell.headline)
     remarks = [f"⚠ {_text(remark)}" for remark in cell.remarks]
-    return "<br>".join(filter(None, (headline, cell.steps, cell.ratios, *remarks, f"*{cell.reference}*")))
+    return "<br>".join(
+        filter(None, (headline, cell.reserved, cell.steps, cell.ratios, *remarks, f"*{cell.reference}*"))
+    )
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
@@ -112,6 +130,6 @@ def _row(cells: Sequence[str]) -> str:
 
 def _text(text: str) -> str:
     """Text that cannot end its cell, nor become a tag or an emphasis."""
-    for char, instead in (("\\", "\\\\"), ("|", "\\|"), ("<", "&lt;"), ("*", "\\*"), ("_", "\\_"), ("\n", " ")):
+    for char, instead in (("\\", "\\\\"), ("|", "\\|"), ("<", "&lt;"), ("*", "\\*"), ("_", "\\_"), ("`", "\\`")):
         text = text.replace(char, instead)
-    return text
+    return " ".join(text.splitlines())

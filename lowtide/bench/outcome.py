@@ -17,19 +17,21 @@ FEW_STEPS = 5
 """A run with fewer counted steps says so: a median of so few is no firm figure, nor is their spread."""
 PEAK_TOLERANCE = 0.01
 """Peaks have no stated spread: two of them differ if they do by more than this share."""
+RESERVED_TOLD = 0.05
+"""Reserved memory is told where it is more than allocated memory by more than this share."""
 
 
 @dataclass(frozen=True)
 class Outcome:
     """The runs of one condition on one card.
 
-    records: those of the commit that ran last, in order. superseded: how many of other commits came before.
+    records: those of the commit that ran last, in order. superseded: those of other commits.
     """
 
     condition: Condition
     card: str
     records: tuple[Record, ...]
-    superseded: int = 0
+    superseded: tuple[Record, ...] = ()
 
     @property
     def state(self) -> Verdict:
@@ -102,6 +104,13 @@ class Outcome:
         return max(figures.peak_allocated_bytes for figures in self.figures)
 
     @property
+    def reserved_in_words(self) -> str:
+        """``"9.20 reserved"`` (GiB, the highest of the runs) where that is much more than what was allocated."""
+        reserved_bytes = max(figures.peak_reserved_bytes for figures in self.figures)
+        much = reserved_bytes > (1 + RESERVED_TOLD) * self.peak_bytes
+        return f"{reserved_bytes / GIB:.2f} reserved" if much else ""
+
+    @property
     def peak_spread_bytes(self) -> int:
         """Between the runs."""
         return self.peak_bytes - min(figures.peak_allocated_bytes for figures in self.figures)
@@ -161,7 +170,8 @@ def first_line(text: str, most: int = 160) -> str:
 def _outcome(group: Sequence[Record], card: str) -> Outcome:
     commit = group[-1].machine.get("commit")
     latest = tuple(record for record in group if record.machine.get("commit") == commit)
-    return Outcome(group[-1].condition, card, latest, len(group) - len(latest))
+    superseded = tuple(record for record in group if record.machine.get("commit") != commit)
+    return Outcome(group[-1].condition, card, latest, superseded)
 
 
 def _times_differ(a: Figures, b: Figures) -> bool:

@@ -6,24 +6,23 @@ from itertools import pairwise
 from math import ceil
 from textwrap import wrap
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from lowtide.bench.batch_plot import batch_drawings
-from lowtide.bench.describe import BASELINES, distinct_names, facets
+from lowtide.bench.describe import distinct_names, facets
 from lowtide.bench.labels import Label, Line, put_labels
 from lowtide.bench.marks import DARK, FRONTIER, GREY, legend, style
-from lowtide.bench.outcome import GIB, peaks_differ
+from lowtide.bench.outcome import GIB
 from lowtide.bench.picture import Picture, svg_of
 from lowtide.bench.report import Cell, Column, Matrix, Report
 
 _PANEL_INCHES = (6.0, 4.3)
-_BRIEF_INCHES = (4.7, 3.6)  # so that a page 900 pixels wide shows two beside each other with names that can be read
 _CHARACTERS_AN_INCH = 12  # of a title
 _LEGEND_ENTRY_INCHES = 2.4
 _MILLISECONDS_BELOW_S = 2.0
-_SUMMARY = "frontier-synthetic"
 
 
 @dataclass(frozen=True)
@@ -36,35 +35,34 @@ class Panel:
 class Sheet:
     """What stands in one drawing.
 
-    section: see ``Picture``. brief: names stand at the frontier and at what it is held to, and nowhere else.
+    section: see ``Picture``.
     """
 
     name: str
     title: str
     panels: tuple[Panel, ...]
     section: str | None = None
-    brief: bool = False
 
 
 def plots(report: Report) -> list[Picture]:
     """Every plot of a report, each with a name of its own."""
-    found = [Picture(sheet.name, sheet.title, sheet.section, svg_of(draw(sheet))) for sheet in sheets(report)]
-    for matrix, scaling, drawing in batch_drawings(report):
-        title = f"Batch scaling, {matrix.title}: {scaling.title}"
-        found.append(Picture(f"batch-{matrix.name}", title, matrix.name, svg_of(drawing)))
+    with matplotlib.rc_context({"text.parse_math": False}):  # a name with dollars is no formula
+        found = [Picture(sheet.name, sheet.title, sheet.section, svg_of(draw(sheet))) for sheet in sheets(report)]
+        for matrix, scaling, drawing in batch_drawings(report):
+            title = f"Batch scaling, {matrix.title}: {scaling.title}"
+            found.append(Picture(f"batch-{matrix.name}", title, matrix.name, svg_of(drawing)))
     names = distinct_names(picture.name for picture in found)
     return [replace(picture, name=name) for picture, name in zip(found, names, strict=True)]
 
 
 def sheets(report: Report) -> Iterator[Sheet]:
-    """Synthetic works: a summary, then one sheet a condition, with a panel a shape. Families: one sheet each, a panel
-    a condition.
+    """Synthetic works: one sheet a condition, with a panel a shape. Families: one sheet each, a panel a condition.
 
-    Cells without figures, and inert ones, are not in them, nor is what was measured on a CPU; what has none at all is
-    left out.
+    Cells without figures, and inert ones, are not in them, nor is what was measured on a CPU; a panel without a
+    frontier (one point, or one that is the best in both) is left out, and a sheet without panels.
     """
     on_cards = [matrix for matrix in report.matrices if not matrix.on_cpu]
-    for sheet in (*_summary(on_cards), *_synthetic(on_cards), *_families(on_cards)):
+    for sheet in (*_synthetic(on_cards), *_families(on_cards)):
         if sheet.panels:
             yield sheet
 
@@ -82,13 +80,13 @@ def draw(sheet: Sheet) -> Figure:
     """The drawing of a sheet, complete with its one legend."""
     columns = min(len(sheet.panels), 2)
     rows = ceil(len(sheet.panels) / columns)
-    width, height = _BRIEF_INCHES if sheet.brief else _PANEL_INCHES
+    width, height = _PANEL_INCHES
     drawing = Figure(figsize=(width * columns, height * rows + 0.7), layout="constrained", facecolor="white")
     FigureCanvasAgg(drawing)
     grid = drawing.subplots(rows, columns, squeeze=False).flatten()
     for axes in grid[len(sheet.panels) :]:
         axes.remove()
-    drawn = [_fill(axes, panel, sheet.brief) for axes, panel in zip(grid, sheet.panels, strict=False)]
+    drawn = [_fill(axes, panel) for axes, panel in zip(grid, sheet.panels, strict=False)]
     drawing.suptitle("\n".join(wrap(sheet.title, round(_CHARACTERS_AN_INCH * width * columns))), fontsize=11)
     entries = legend(cell.mode for panel in sheet.panels for cell in panel.cells)
     across = max(1, int(width * columns / _LEGEND_ENTRY_INCHES))
@@ -110,14 +108,6 @@ class _Filled:
     points: list[tuple[float, float]]
 
 
-def _summary(matrices: Sequence[Matrix]) -> Iterator[Sheet]:
-    """Of the condition that has the most results with synthetic blocks of real size; of several, the first."""
-    found = list(_synthetic([matrix for matrix in matrices if matrix.condition.size == "real"]))
-    if found:
-        most = max(found, key=lambda sheet: sum(len(panel.cells) for panel in sheet.panels))
-        yield replace(most, name=_SUMMARY, title=f"Time over memory. {most.title}", brief=True)
-
-
 def _synthetic(matrices: Sequence[Matrix]) -> Iterator[Sheet]:
     by_setting: dict[str, list[Panel]] = {}
     for matrix in matrices:
@@ -126,7 +116,7 @@ def _synthetic(matrices: Sequence[Matrix]) -> Iterator[Sheet]:
             setting = ", ".join([*facets(column.condition, column.card).values(), *tiny])
             by_setting.setdefault(setting, []).extend(_panels(column, matrix.title))
     for setting, panels in by_setting.items():
-        yield Sheet(f"{_SUMMARY}-{setting.replace(', ', '-')}", f"Synthetic blocks: {setting}", tuple(panels))
+        yield Sheet(f"frontier-synthetic-{setting.replace(', ', '-')}", f"Synthetic blocks: {setting}", tuple(panels))
 
 
 def _families(matrices: Sequence[Matrix]) -> Iterator[Sheet]:
@@ -140,11 +130,11 @@ def _families(matrices: Sequence[Matrix]) -> Iterator[Sheet]:
 
 def _panels(column: Column, title: str) -> Iterator[Panel]:
     cells = tuple(cell for cell in column.cells if cell.result)
-    if cells:
+    if len(pareto([(outcome.peak_bytes, outcome.step_s) for cell in cells if (outcome := cell.result)])) > 1:
         yield Panel(title, cells)
 
 
-def _fill(axes: Axes, panel: Panel, brief: bool) -> _Filled:
+def _fill(axes: Axes, panel: Panel) -> _Filled:
     """The points, how far their steps reach, and the frontier."""
     results = [(cell, cell.result) for cell in panel.cells if cell.result]
     slowest_s = max(outcome.step_s for _, outcome in results)
@@ -162,15 +152,8 @@ def _fill(axes: Axes, panel: Panel, brief: bool) -> _Filled:
     labels = [
         Label(_name(cell), *place, DARK if place in best else GREY)
         for (cell, _), place in zip(results, points, strict=True)
-        if not brief or _firm(place, points) or cell.mode in ("none", *BASELINES)
     ]
     return _Filled(axes, labels, lines, points)
-
-
-def _firm(place: tuple[float, float], points: Sequence[tuple[float, float]]) -> bool:
-    """Whether no other point is faster with a peak that is lower, or the same within noise."""
-    x, y = place
-    return not any(other_y < y and (other_x <= x or not peaks_differ(other_x, x)) for other_x, other_y in points)
 
 
 def _mark(axes: Axes, mode: str, place: tuple[float, float], reach: tuple[float, float]) -> None:

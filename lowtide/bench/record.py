@@ -2,10 +2,23 @@
 
 import json
 import os
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Annotated, Any, BinaryIO, Literal, NotRequired
+
+from pydantic import (
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    GetPydanticSchema,
+    TypeAdapter,
+    ValidationError,
+    with_config,
+)
+from pydantic_core import from_json
+from typing_extensions import TypedDict
 
 from lowtide.errors import ConfigError
 
@@ -16,8 +29,56 @@ run."""
 
 FORMAT = 1
 """Of the lines; a reader refuses what it does not know."""
+_STRICT = ConfigDict(strict=True, extra="forbid")
+_OPEN = ConfigDict(strict=True, extra="allow")
+_MOST = 2**63  # no count of bytes, blocks or weights reaches it
+_LONGEST = 100  # characters of a name: it becomes part of a file's
+Name = Annotated[str, Field(min_length=1, max_length=_LONGEST)]
+Count = Annotated[int, Field(ge=0, lt=_MOST)]
+Seconds = Annotated[FiniteFloat, Field(gt=0, lt=1e9)]
 
 
+@with_config(_OPEN)
+class _Note(TypedDict):
+    option: str
+    reason: str
+
+
+@with_config(_OPEN)
+class _Fallback(TypedDict):
+    block: str
+    reason: str
+
+
+@with_config(_OPEN)
+class _Plan(TypedDict):
+    budget_bytes: Count
+    fixed_setting: str | None
+    source: str
+    peak_bytes: Count
+    step_ms: FiniteFloat
+    stacks: dict[str, list[str]]
+
+
+@with_config(_OPEN)
+class _Receipt(TypedDict):
+    """The parts of a receipt that a report reads; others may stand beside them."""
+
+    blocks: NotRequired[dict[str, Count]]
+    inert: NotRequired[list[_Note]]
+    ignored: NotRequired[list[_Note]]
+    fallbacks: NotRequired[list[_Fallback]]
+    warnings: NotRequired[list[str]]
+    plan: NotRequired[_Plan]
+
+
+@with_config(_OPEN)
+class _Machine(TypedDict):
+    card: NotRequired[Annotated[str | None, Field(max_length=_LONGEST)]]
+    commit: NotRequired[str | None]
+
+
+@with_config(_STRICT)
 @dataclass(frozen=True)
 class Condition:
     """What makes a cell that cell: two records of equal conditions on one card measured the same thing.
@@ -30,17 +91,17 @@ class Condition:
     """
 
     kind: Literal["synthetic", "family"]
-    work: str
-    mode: str
-    precision: str = "bf16"
+    work: Name
+    mode: Name
+    precision: Name = "bf16"
     size: Literal["real", "tiny"] = "real"
     adapter: Literal["frozen", "lora", "full"] = "lora"
-    rank: int | None = 16
+    rank: Annotated[int, Field(ge=1, lt=_MOST)] | None = 16
     compile: Literal["off", "regional"] = "off"
-    attention: str = "default"
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    depth: Mapping[str, int] = field(default_factory=dict)
-    vram_budget: int | str | None = None
+    attention: Name = "default"
+    sizes: Mapping[str, Count] = field(default_factory=dict)
+    depth: Mapping[str, Count] = field(default_factory=dict)
+    vram_budget: Annotated[int, Field(ge=1, lt=_MOST)] | Annotated[str, Field(pattern="^auto$")] | None = None
 
     @property
     def key(self) -> str:
@@ -51,6 +112,7 @@ class Condition:
         return json.dumps(fields, sort_keys=True)
 
 
+@with_config(_STRICT)
 @dataclass(frozen=True)
 class Figures:
     """Of the steps after warm-up.
@@ -61,22 +123,23 @@ class Figures:
     What PyTorch gave back within a step that was measured is not in it.
     """
 
-    step_s: float
-    step_times_s: tuple[float, ...]
-    warm_up_steps: int
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
-    host_peak_bytes: int
-    first_step_s: float
-    parameters: int
-    trainable_parameters: int
-    most_reserved_bytes: int | None = None
+    step_s: Seconds
+    step_times_s: Annotated[tuple[Seconds, ...], Field(min_length=1)]
+    warm_up_steps: Count
+    peak_allocated_bytes: Count
+    peak_reserved_bytes: Count
+    host_peak_bytes: Count
+    first_step_s: Seconds
+    parameters: Count
+    trainable_parameters: Count
+    most_reserved_bytes: Count | None = None
 
     @property
     def spread_s(self) -> float:
         return max(self.step_times_s) - min(self.step_times_s)
 
 
+@with_config(_STRICT)
 @dataclass(frozen=True)
 class Record:
     """A cell that was run.
@@ -88,10 +151,10 @@ class Record:
 
     condition: Condition
     state: State
-    machine: Mapping[str, Any]
+    machine: Annotated[Mapping[str, Any], GetPydanticSchema(lambda _, schema: schema(_Machine))]
     figures: Figures | None = None
     reason: str | None = None
-    receipt: Mapping[str, Any] | None = None
+    receipt: Annotated[Mapping[str, Any] | None, GetPydanticSchema(lambda _, schema: schema(_Receipt | None))] = None
 
     @property
     def inert(self) -> list[str]:
@@ -113,15 +176,19 @@ def append(path: Path, record: Record) -> None:
         file.write((b"\n" if cut else b"") + record.as_line().encode() + b"\n")
 
 
+_RECORD = TypeAdapter(Record)
+
+
 def read(path: Path) -> Iterator[Record]:
     """The records of a file, or of all ``*.jsonl`` files of a folder, in the order they were written.
 
     Lines of other tools (``bench host`` and the like) are passed over, and so is one that an interruption cut short.
-    Raises ConfigError for a record that cannot be read.
+    Raises ConfigError for a line that cannot be read, with its number and what is wrong in it.
     """
     for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
-        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
-            fields = _whole(line)
+        lines = file.read_bytes().removeprefix(BOM_UTF8).split(b"\n")
+        for number, line in enumerate(lines, start=1):
+            fields = _whole(line, f"{file}:{number}")
             if fields is not None and "format" in fields:
                 yield _parsed(fields, f"{file}:{number}")
 
@@ -131,22 +198,48 @@ def _last_byte(file: BinaryIO) -> bytes:
     return file.read(1)
 
 
-def _whole(line: str) -> dict[str, Any] | None:
-    """The object of a line; None for one that was cut short."""
+def _whole(line: bytes, where: str) -> dict[str, Any] | None:
+    """The object of a line; None for an empty one, and for the beginning of an object that was cut short."""
+    if not line.strip():
+        return None
     try:
-        fields = json.loads(line)
-    except ValueError:
+        text = line.decode()
+        fields = from_json(text)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where} is not UTF-8") from error
+    except ValueError as error:
+        if not _is_cut(text, error):
+            raise ConfigError(f"{where} is no JSON: {str(error).replace('line 1 ', '')}") from error
         return None
     return fields if isinstance(fields, dict) else None
 
 
-def _parsed(fields: dict[str, Any], where: str) -> Record:
+def _is_cut(text: str, error: ValueError) -> bool:
+    """Whether text that is no JSON is the beginning of an object, so that more of it could make it whole."""
     try:
-        if fields.pop("format") != FORMAT:
-            raise ConfigError(f"{where} is of another format than this version reads ({FORMAT})")
-        figures = fields["figures"]
-        if figures is not None:
-            figures = Figures(**{**figures, "step_times_s": tuple(figures["step_times_s"])})
-        return Record(**{**fields, "condition": Condition(**fields["condition"]), "figures": figures})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{where} is no benchmark record: {error}") from error
+        from_json(text, allow_partial=True)
+    except ValueError:
+        return False
+    return text.startswith("{") and "trailing characters" not in str(error)
+
+
+def _parsed(fields: dict[str, Any], where: str) -> Record:
+    if fields.pop("format") != FORMAT:
+        raise ConfigError(f"{where} is of another format than this version reads ({FORMAT})")
+    try:
+        record = _RECORD.validate_json(json.dumps(fields))
+    except ValidationError as error:
+        raise ConfigError(f"{where} is no benchmark record: {_in_a_line(error)}") from error
+    if (record.state == "ok") != (record.figures is not None):
+        wrong = "without figures" if record.figures is None else "with figures"
+        raise ConfigError(f"{where} is no benchmark record: state {record.state} {wrong}")
+    return record
+
+
+def _in_a_line(error: ValidationError, most: int = 60) -> str:
+    """The first fault: ``"figures.step_s: Input should be a valid number, is 'fast'"``, and how many more there are."""
+    first, *others = error.errors(include_url=False, include_context=False)
+    value = repr(first["input"])
+    value = value if len(value) <= most else value[: most - 1] + "…"
+    what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, is {value}"
+    return f"{what} (and {len(others)} more)" if others else what

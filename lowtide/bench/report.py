@@ -44,17 +44,28 @@ _WITHOUT_OFFLOAD = {
     "seg2-stride4-offload": "seg2-stride4",
     "selective-offload": "selective",
 }
-LEGEND = (
-    "A cell: median seconds per step / peak GiB of allocated memory, both over the steps after warm-up; how many steps "
-    f"were counted, from the fastest to the slowest ('only' where they are fewer than {FEW_STEPS}: no firm figure); "
-    "then its time as a multiple of mode none's and of torch's own checkpoint's (× torch) under the same condition; "
-    "then, in italics, the public figures for the same work, mode and precision, each with its card, or 'no "
-    "reference'. auto (12 GiB): what auto settled on where PyTorch may reserve 12 GiB. OOM: the device's memory, or "
-    "auto's budget, ran out. failed: no countable step was reached. unsupported: this model cannot run the mode, or no "
-    "schedule fits in auto's budget. not run: not asked for. inert: an option changed nothing in the measured steps, "
-    "so the cell is no result of its mode; its figures are left out. Weights are random: time and memory do not depend "
-    "on their values, and nothing here speaks of what a model learns."
-)
+LEGEND = {
+    "A cell": "median seconds per step / peak GiB of allocated memory, both over the steps after warm-up",
+    "reserved": (
+        "GiB that PyTorch reserved, where that is over 5 % more than was allocated; budgets are of reserved memory"
+    ),
+    "steps": (
+        "how many were counted, from the fastest to the slowest ('only' where they are fewer than "
+        f"{FEW_STEPS}: no firm figure)"
+    ),
+    "× none, × torch": "its time as a multiple of mode none's, and of torch's own checkpoint's, in the same condition",
+    "In italics": "public figures for the same work, mode and precision, each with its card, or 'no reference'",
+    "auto (12 GiB)": "what auto settled on where PyTorch may reserve 12 GiB",
+    "OOM": "the device's memory, or auto's budget, ran out",
+    "failed": "no countable step was reached",
+    "unsupported": "this model cannot run the mode, or no schedule fits in auto's budget",
+    "not run": "not asked for",
+    "inert": (
+        "an option changed nothing in the measured steps: the cell is no result of its mode, its figures are left out"
+    ),
+    "Weights": "random: time and memory do not depend on their values, and nothing here speaks of what a model learns",
+}
+"""What stands in a report, term by term."""
 ON_CPU = (
     "Measured on a CPU: offload is simulated by copies within CPU memory, and the peak is that of the process. Such "
     "figures are for trying a benchmark out; they say nothing of a card, and stand in no plot."
@@ -104,6 +115,11 @@ class Cell:
     def steps(self) -> str:
         """``"10 steps, 0.0940–0.0961 s"``; empty for what is no result."""
         return self.result.range_in_words if self.result else ""
+
+    @property
+    def reserved(self) -> str:
+        """``"9.20 reserved"``; empty where that is near to the peak, and for what is no result."""
+        return self.result.reserved_in_words if self.result else ""
 
     @property
     def ratios(self) -> str:

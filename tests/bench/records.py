@@ -19,15 +19,15 @@ def condition(work: str = "sd3_medium", mode: str = "layer", **more: Any) -> Con
     return Condition(kind, work, mode, **{**trained, **more})
 
 
-def figures(step_s: float, peak_gib: float, spread_s: float = 0.0, steps: int = 5) -> Figures:
-    """Steps that lie evenly around ``step_s``."""
+def figures(step_s: float, peak_gib: float, spread_s: float = 0.0, steps: int = 5, reserved: float = 1.04) -> Figures:
+    """Steps that lie evenly around ``step_s``. reserved: as a multiple of what is allocated."""
     times_s = (step_s - spread_s / 2, *[step_s] * (steps - 2), step_s + spread_s / 2) if steps > 1 else (step_s,)
     return Figures(
         step_s=step_s,
         step_times_s=times_s,
         warm_up_steps=5,
         peak_allocated_bytes=round(peak_gib * GIB),
-        peak_reserved_bytes=round((peak_gib + 1) * GIB),
+        peak_reserved_bytes=round(peak_gib * reserved * GIB),
         host_peak_bytes=3 * GIB,
         first_step_s=9.0,
         parameters=100,
@@ -47,11 +47,12 @@ def ok(
     peak_gib: float = 8.0,
     spread_s: float = 0.0,
     steps: int = 5,
+    reserved: float = 1.04,
     receipt: dict[str, Any] | None = None,
     machine: dict[str, Any] | None = None,
     **more: Any,
 ) -> Record:
-    measured = figures(step_s, peak_gib, spread_s, steps)
+    measured = figures(step_s, peak_gib, spread_s, steps, reserved)
     return Record(condition(work, mode, **more), "ok", {**MACHINE, **(machine or {})}, measured, receipt=receipt)
 
 

@@ -42,7 +42,7 @@ def peaks() -> tuple[int, int]:
     task.model.register_forward_pre_hook(lambda _, args, given: seen.update(given), with_kwargs=True)
     task.forward()
     planner = Planner(task.model, families.find("flux1").stacks, torch.device("cpu"), 2**40, 1, can_move=True)
-    planner.forecast((), seen, trained_before=False)
+    planner.forecast((), seen)
     assert planner.costs is not None
     return smallest_peak(planner.costs).peak_bytes, solve(planner.costs, 2**40).prediction.peak_bytes
 

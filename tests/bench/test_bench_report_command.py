@@ -93,3 +93,16 @@ def test_json_is_one_object(bench: Callable[..., Any], tmp_path: Path) -> None:
         ("regression", "layer", "time"),
         ("new", "ffn", "state"),
     ]
+
+
+@pytest.mark.parametrize(
+    "line", [ok().as_line().replace('"step_s": 1.0', '"step_s": NaN'), "[" * 100_000], ids=["NaN", "["]
+)
+def test_a_damaged_line_is_told_once_and_is_exit_code_2(bench: Callable[..., Any], tmp_path: Path, line: str) -> None:
+    a, b = write(tmp_path / "a", [ok(step_s=0.54)]), tmp_path / "b"
+    b.mkdir()
+    (b / "records.jsonl").write_text(line + "\n")
+    for arguments in (("compare", a, b), ("compare", b, a), ("report", b)):
+        result = bench(*arguments)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr.count("records.jsonl:1 is no ") == 1 and "Traceback" not in result.stderr

@@ -44,7 +44,22 @@ def test_without_figures_of_none_there_are_no_shares() -> None:
 
 def test_where_nothing_needs_less_memory_than_none_it_says_none() -> None:
     (entry,) = entries(ok(mode="none", step_s=1.0, peak_gib=20.0), ok(mode="ffn", step_s=1.1, peak_gib=19.9))
-    assert entry.cells[2:] == (NOTHING, NOTHING, "none 1.000 / 20.00", "2 of 2")
+    assert entry.cells[2:] == (NOTHING, NOTHING, "none is the least", "2 of 2")
+    (alone,) = entries(ok(mode="none"))
+    assert alone.cells[2:] == (NOTHING, NOTHING, "none is the least", "1 of 1")
+
+
+def test_a_cell_is_told_once() -> None:
+    none, layer = ok(mode="none", step_s=1.0, peak_gib=20.0), ok(mode="layer", step_s=1.3, peak_gib=10.0)
+    (entry,) = entries(none, layer)
+    assert entry.cells[2:5] == ("layer 1.300 / 10.00 (1.30 ×)", "same", "same")
+    (entry,) = entries(none, layer, ok(mode="ffn", step_s=1.1, peak_gib=14.0))
+    assert entry.cells[2:5] == ("ffn 1.100 / 14.00 (1.10 ×)", "layer 1.300 / 10.00 (1.30 ×)", "same")
+
+
+def test_reserved_memory_stands_beside_a_peak_where_it_is_much_more() -> None:
+    (entry,) = entries(ok(mode="none", peak_gib=20.0, reserved=1.2), ok(peak_gib=10.0, step_s=1.3, reserved=1.1))
+    assert entry.cells[1:3] == ("1.000 / 20.00 (24.00 reserved)", "layer 1.300 / 10.00 (1.30 ×, 11.00 reserved)")
 
 
 def test_each_condition_is_a_line_and_what_all_share_is_told_once() -> None:

@@ -24,9 +24,11 @@ def tiny(mode: str) -> Condition:
 
 def shown(record: Record) -> Cell:
     """The cell of a record, with the figures of a card; where it is inert, these stand nowhere."""
-    report = build_report([replace(record, machine=MACHINE, figures=figures(1.0, 8.0))])
+    none = replace(record.condition, mode="none")
+    base = Record(none, "ok", MACHINE, figures=figures(0.5, 20.0))  # a frontier has two points
+    report = build_report([base, replace(record, machine=MACHINE, figures=figures(1.0, 8.0))])
     (matrix,) = report.matrices
-    (cell,) = matrix.columns[0].cells
+    _, cell = matrix.columns[0].cells
     assert ("1.000 / 8.00" in markdown(report)) == (cell.state != "inert")
     assert len(list(sheets(report))) == (cell.state != "inert")
     return cell

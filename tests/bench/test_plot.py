@@ -1,8 +1,8 @@
 """The frontier plot: which points are in it, and that names do not cover each other."""
 
 from itertools import combinations
+from typing import Any
 
-import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
@@ -27,7 +27,10 @@ CROWD = {
     "auto": (1.02, 9),
 }
 
-BRIEF = sorted(["none", "torch-checkpoint", "activation-offload", "unsloth", "auto", "selective-offload"])
+
+def spread(*modes: str, **more: Any) -> list[Record]:
+    """Each slower than the one before, with a lower peak."""
+    return [ok(mode=mode, step_s=1 + 0.1 * at, peak_gib=20 - 2 * at, **more) for at, mode in enumerate(modes)]
 
 
 def names(figure: Figure) -> list[list[str]]:
@@ -53,11 +56,14 @@ def test_an_inert_cell_does_not_make_the_frontier() -> None:
 
 def test_synthetic_shapes_are_panels_of_one_figure() -> None:
     records = [
-        ok(shape, mode, compile=how) for shape in SHAPES for mode in ("none", "layer") for how in ("off", "regional")
+        record
+        for shape in SHAPES
+        for how in ("off", "regional")
+        for record in spread("none", "layer", work=shape, compile=how)
     ]
     found = list(sheets(build_report(records)))
-    assert [len(sheet.panels) for sheet in found] == [4, 4, 4]
-    assert len({sheet.name for sheet in found}) == 3
+    assert [len(sheet.panels) for sheet in found] == [4, 4]
+    assert len({sheet.name for sheet in found}) == 2
     figure = draw(found[0])
     assert [axes.get_title() for axes in figure.axes] == [
         *("16 blocks × 1024 tokens", "16 blocks × 4096 tokens"),
@@ -67,9 +73,7 @@ def test_synthetic_shapes_are_panels_of_one_figure() -> None:
 
 
 def test_baselines_have_marks_of_their_own() -> None:
-    (sheet,) = sheets(
-        build_report([ok(mode=mode) for mode in ("none", "torch-checkpoint", "diffusers", "layer", "ffn", "unsloth")])
-    )
+    (sheet,) = sheets(build_report(spread("none", "torch-checkpoint", "diffusers", "layer", "ffn", "unsloth")))
     figure = draw(sheet)
     marks = {line.get_marker() for line in figure.axes[0].lines[1:]}
     assert len(marks) == 5
@@ -81,7 +85,9 @@ def test_baselines_have_marks_of_their_own() -> None:
 
 def test_auto_has_a_mark_of_its_own_whatever_its_budget() -> None:
     budgets = [ok(mode="auto", vram_budget=size * GIB, peak_gib=size) for size in (8, 12)]
-    (sheet,) = sheets(build_report([ok(mode="none"), ok(mode="layer"), ok(mode="unsloth"), *budgets]))
+    (sheet,) = sheets(
+        build_report([ok(mode="none", step_s=0.5, peak_gib=20), ok(mode="layer"), ok(mode="unsloth"), *budgets])
+    )
     figure = draw(sheet)
     marks = [line.get_marker() for line in figure.axes[0].lines[1:]]
     assert len(marks) == 5 and len(set(marks)) == 4 and marks[-2:] == ["P", "P"]
@@ -93,64 +99,68 @@ def crowded() -> list[Record]:
     return [ok("16x4096", mode, step_s, peak_gib) for mode, (step_s, peak_gib) in CROWD.items()]
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_names_cover_neither_each_other_nor_leave_the_panel(number: int) -> None:
-    sheet = list(sheets(build_report(crowded())))[number]
+def test_names_cover_neither_each_other_nor_leave_the_panel() -> None:
+    (sheet,) = sheets(build_report(crowded()))
     figure = draw(sheet)
     figure.draw_without_rendering()
     axes = figure.axes[0]
     boxes = [Text.get_window_extent(text) for text in axes.texts]  # without the line to the point
-    assert len(boxes) == (len(BRIEF) if sheet.brief else len(CROWD))
+    assert len(boxes) == len(CROWD)
     assert not [pair for pair in combinations(boxes, 2) if pair[0].overlaps(pair[1])]
     frame = axes.bbox
     assert all(frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1 for box in boxes)
 
 
-def test_the_summary_names_the_frontier_and_what_it_is_held_to_and_marks_all() -> None:
-    summary, whole = sheets(build_report(crowded()))
-    assert (summary.name, summary.brief, whole.brief) == ("frontier-synthetic", True, False)
-    assert names(draw(summary)) == [BRIEF]
-    marked = [len(draw(sheet).axes[0].lines) for sheet in (summary, whole)]
-    assert marked == [len(CROWD) + 1] * 2
-
-
-def test_the_summary_is_of_the_condition_with_the_most_results_and_of_the_first_of_several() -> None:
-    records = [
-        ok(shape, mode, compile=how) for shape in SHAPES for mode in ("none", "ffn") for how in ("regional", "off")
-    ]
-    assert next(sheets(build_report(records))).title.endswith("frozen, no compile, default attention")
-    more = [*records, ok(SHAPES[0], "layer", compile="regional")]
-    assert next(sheets(build_report(more))).title.endswith("frozen, regional compile, default attention")
-    tiny = [ok(shape, mode, size="tiny") for shape in SHAPES for mode in ("none", "ffn", "layer")]
-    assert next(sheets(build_report(more + tiny))).title.endswith("frozen, regional compile, default attention")
-
-
 def test_what_a_cpu_measured_is_in_no_plot() -> None:
-    records = [ok(work, mode, machine={"card": None}) for work in ("sdxl", "16x1024") for mode in ("none", "layer")]
+    cpu = {"card": None}
+    records = [record for work in ("sdxl", "16x1024") for record in spread("none", "layer", work=work, machine=cpu)]
     batches = [ok("flux1", sizes={"B": batch}, machine={"card": None}) for batch in (1, 2)]
     assert plots(build_report(records + batches)) == []
-    assert [sheet.name for sheet in sheets(build_report([*records, ok("sdxl")]))] == ["frontier-sdxl"]
+    assert [sheet.name for sheet in sheets(build_report([*records, *spread("none", "layer", work="sdxl")]))] == [
+        "frontier-sdxl"
+    ]
 
 
 def test_plots_whose_names_collide_have_names_of_their_own() -> None:
     works = ["a.b", "a/b", "A B", "1x1", "synthetic"]
-    found = plots(build_report([*map(ok, works), ok("a.b", depth={"c": 1}), ok("a.b-c", depth={})]))
-    assert len({picture.name.lower() for picture in found}) == len(found) == 8
-    assert {"frontier-synthetic", "frontier-synthetic-2"} <= {picture.name for picture in found}
+    records = [record for work in [*works, "a.b-c"] for record in spread("none", "layer", work=work)]
+    found = plots(build_report([*records, *spread("none", "layer", work="a.b", depth={"c": 1})]))
+    assert len({picture.name.lower() for picture in found}) == len(found) == 7
+
+
+def test_names_of_files_stay_short() -> None:
+    stacks = {"s" * 90 + str(number): 1 for number in range(9)}
+    cut = [record for work in ("ab", "ac") for record in spread("none", "layer", work=work + "w" * 90, depth=stacks)]
+    found = [picture.name for picture in plots(build_report([*cut, *cut]))]
+    assert len(set(found)) == len(found) == 2 and max(map(len, found)) < 250
+
+
+def test_without_a_frontier_there_is_no_plot() -> None:
+    assert plots(build_report([ok()])) == []
+    best = [ok(mode="none", step_s=2.0, peak_gib=20.0), ok(mode="layer", step_s=1.0, peak_gib=8.0)]
+    assert plots(build_report(best)) == []
+    other = spread("none", "layer", rank=4)
+    (sheet,) = sheets(build_report([*best, *other]))
+    assert [panel.title for panel in sheet.panels] == ["LoRA 4"]
+
+
+def test_a_name_with_dollars_is_no_formula() -> None:
+    (picture,) = plots(build_report(spread("none", r"a$\frac$", work=r"w$\frac$")))
+    assert picture.name == "frontier-w--frac-"
 
 
 def test_batch_scaling_is_a_plot_where_a_mode_has_results_of_several_batches() -> None:
-    records = [ok("flux1", mode, sizes={"B": batch}) for mode in ("none", "layer") for batch in (1, 2, 4)]
+    records = [record for batch in (1, 2, 4) for record in spread("none", "layer", work="flux1", sizes={"B": batch})]
     found = {picture.name: picture for picture in plots(build_report([*records, bad("oom", "ffn", work="flux1")]))}
     assert list(found) == ["frontier-flux1", "batch-flux1"]
     assert found["batch-flux1"].section == "flux1"
     alone = [ok("flux1", "none", sizes={"B": 1}), ok("flux1", "layer", sizes={"B": 2})]
-    assert [picture.name for picture in plots(build_report(alone))] == ["frontier-flux1"]
+    assert [picture.name for picture in plots(build_report(alone))] == []
 
 
 def test_runs_that_disagree_are_marked() -> None:
-    (sheet,) = sheets(build_report([ok(step_s=1.0), ok(step_s=2.0)]))
-    assert names(draw(sheet)) == [["layer (?)"]]
+    (sheet,) = sheets(build_report([ok(step_s=1.0), ok(step_s=2.0), ok(mode="none", peak_gib=20.0)]))
+    assert names(draw(sheet)) == [["layer (?)", "none"]]
 
 
 def test_no_results_no_plot() -> None:

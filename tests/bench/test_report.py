@@ -11,6 +11,7 @@ from hypothesis.strategies import integers
 from lowtide import families
 from lowtide.bench import describe, modes
 from lowtide.bench.details import Detail, details
+from lowtide.bench.failures import CUDNN, failures
 from lowtide.bench.record import Condition, Record
 from lowtide.bench.report import ON_CPU, TRUNCATED, Cell, Matrix, build_report
 from lowtide.units import parse_bytes
@@ -190,7 +191,48 @@ def test_records_of_an_older_commit_are_left_out_and_counted() -> None:
     matrix = only([ok(step_s=2.0, machine={"commit": "older"}), ok(step_s=1.0)])
     assert matrix.columns[0].cells[matrix.modes.index("layer")].headline == "1.000 / 8.00"
     (detail,) = details(matrix)
-    assert detail.notes == ("1 earlier records of other commits left out",)
+    assert detail.notes == ("1 earlier record of another commit is left out (1 ok)",)
+
+
+def test_the_states_of_what_is_left_out_are_told() -> None:
+    older = [replace(bad("failed", "layer", "x"), machine={**MACHINE, "commit": commit}) for commit in "ab"]
+    (detail,) = details(only([*older, ok(machine={"commit": "c"}), ok()]))
+    assert detail.notes == ("3 earlier records of other commits are left out (2 failed, 1 ok)",)
+
+
+@pytest.mark.parametrize(
+    ("reserved", "words"), [((1.049, 1.04), ""), ((1.06,), "8.48 reserved"), ((1.06, 1.5), "12.00 reserved")]
+)
+def test_reserved_memory_is_told_where_it_is_much_more(reserved: tuple[float, ...], words: str) -> None:
+    assert cells([ok(peak_gib=8.0, reserved=each) for each in reserved])["layer"].reserved == words
+    assert cells([ok(receipt=receipt(("interval", "too wide")), reserved=2.0)])["layer"].reserved == ""
+
+
+CUDA = "RuntimeError: CUDA error: an illegal memory access"
+
+
+@pytest.mark.parametrize(
+    ("reason", "attention", "machine", "more"),
+    [
+        (CUDA, "default", {}, f"; {CUDNN}"),
+        (CUDA, "flash", {}, ""),
+        (CUDA, "default", {"card": "NVIDIA L40S"}, ""),
+        (CUDA, "default", {"torch": "2.12.0"}, ""),
+        ("ValueError: no", "default", {}, ""),
+    ],
+)
+def test_what_fails_without_lowtide_is_told(reason: str, attention: str, machine: dict[str, Any], more: str) -> None:
+    failed = [bad("failed", mode, reason, attention=attention) for mode in ("none", "layer")]
+    matrix = only([replace(record, machine={**MACHINE, **machine}) for record in failed])
+    assert list(failures(matrix)) == [f"fails without lowtide, too{more}."]
+
+
+def test_only_failures_of_none_in_the_same_condition_are_not_the_modes() -> None:
+    none, layer = bad("failed", "none", "boom"), bad("failed", "layer", "boom")
+    assert list(failures(only([ok(mode="none"), layer]))) == []
+    assert list(failures(only([none, ok()]))) == []
+    assert list(failures(only([bad("failed", "none", "boom", rank=4), ok(mode="none"), layer]))) == []
+    assert list(failures(only([none, layer, ok(rank=4)]))) == ["LoRA 16: fails without lowtide, too."]
 
 
 def test_a_peak_that_is_no_lower_says_so() -> None:
@@ -273,7 +315,7 @@ def test_works_stand_in_a_fixed_order() -> None:
 
 def test_details_of_inert_cells_hold_no_figures() -> None:
     by_mode = {detail.mode: detail for detail in details(only(EVERY_STATE))}
-    assert (by_mode["layer"].reserved, by_mode["layer"].host, by_mode["layer"].runs) == ("9.00", "3.00", "1 (5 steps)")
+    assert (by_mode["layer"].reserved, by_mode["layer"].host, by_mode["layer"].runs) == ("8.32", "3.00", "1 (5 steps)")
     assert by_mode["layer"].blocks == "23 whole, 1 kept"
     inert = by_mode["layer-offload"]
     assert (inert.spread, inert.reserved, inert.host, inert.first_step) == ("", "", "", "")
