@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lowtide.cli.bench_common import sizes_of
 from lowtide.cli.options import AsJson, Target
 from lowtide.cli.output import count_in_words, progress, say, show, show_json, working
 from lowtide.errors import ConfigError
@@ -44,6 +45,10 @@ HostMemory = Annotated[
     str | None,
     typer.Option(metavar="SIZE", help="CPU memory for what moves. Default: 60 % of this machine's. none: no limit."),
 ]
+Sizes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=N", help="Another size of the inputs (T: text tokens …). Several times."),
+]
 Save = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write the plan; `lowtide.attach(schedule=FILE)` takes it.")
 ]
@@ -56,6 +61,7 @@ def plan(
     resolution: Resolution = None,
     frames: Frames = None,
     batch: Batch = None,
+    set_: Sizes = None,
     lora_rank: Rank = None,
     full: Full = False,
     optimizer: Optimizer = "adamw",
@@ -71,7 +77,7 @@ def plan(
         from lowtide.measure.planning import Wish, plan_for
 
         chosen = _card(card)
-        sizes = _sizes(resolution, frames, batch)
+        sizes = _sizes(resolution, frames, batch, set_)
         wish = Wish(
             target,
             _budget(budget, chosen),
@@ -88,7 +94,7 @@ def plan(
     if json:
         show_json(planned.as_dict())
     else:
-        show(*_in_words(planned))
+        show(*_in_words(planned, host_memory is None))
     if planned.plan is None:
         raise typer.Exit(1)
 
@@ -144,9 +150,13 @@ def _host(text: str | None) -> int | None:
     return None if memory is None else int(_HOST_SHARE * memory.limit_bytes)
 
 
-def _sizes(resolution: str | None, frames: int | None, batch: int | None) -> dict[str, int]:
-    sizes = {"FR": frames, "B": batch, **_sides(resolution)}
-    return {name: value for name, value in sizes.items() if value is not None}
+def _sizes(resolution: str | None, frames: int | None, batch: int | None, others: list[str] | None) -> dict[str, int]:
+    named = {"FR": frames, "B": batch, **_sides(resolution)}
+    sizes = {name: value for name, value in named.items() if value is not None}
+    more = sizes_of(others or [])
+    if twice := sorted(sizes.keys() & more.keys()):
+        raise ConfigError(f"{', '.join(twice)} is given twice: by --set and by an option of its own")
+    return sizes | more
 
 
 def _sides(resolution: str | None) -> dict[str, int]:
@@ -166,16 +176,21 @@ def _write(path: Path, planned: "Planned") -> None:
     say(f"The plan is in {path}. It is for {planned.trained_text}, and the sizes above: with more, the peak is higher.")
 
 
-def _in_words(planned: "Planned") -> Iterator[str]:
+def _in_words(planned: "Planned", usual_host_limit: bool) -> Iterator[str]:
     from lowtide.plan.explain import in_words
 
     yield _heading(planned)
     yield _residents(planned)
+    yield _host_limit(planned, usual_host_limit)
     yield from planned.warnings
     if planned.plan is not None:
         yield f"\n{in_words(planned.plan)}"
+        yield _RESERVED
+        yield from _bound(planned)
     if planned.refusal is not None:
         yield f"\n{planned.refusal[:1].upper()}{planned.refusal[1:]}."
+        yield "What can help:"
+    yield from (f"  {hint}" for hint in planned.hints)
     if planned.fits:
         yield f"\nWhat would just fit in {format_bytes(planned.wish.budget_bytes)}, each with all else unchanged:"
     for fit in planned.fits:
@@ -188,7 +203,7 @@ def _in_words(planned: "Planned") -> Iterator[str]:
 
 
 def _heading(planned: "Planned") -> str:
-    told = {name: planned.sizes[name] for name in ("B", "FR", "W", "H") if name in planned.sizes}
+    told = {name: planned.sizes[name] for name in _WORDS if name in planned.sizes}
     sizes = ", ".join(f"{_WORDS[name]} {value}" for name, value in told.items())
     trained = planned.trained_text
     if planned.wish.rank is not None:
@@ -199,7 +214,30 @@ def _heading(planned: "Planned") -> str:
     )
 
 
-_WORDS = {"B": "batch", "FR": "frames", "W": "width", "H": "height"}
+_WORDS = {"B": "batch", "FR": "frames", "SEC": "seconds", "W": "width", "H": "height", "T": "text tokens"}
+_RESERVED = (
+    "Peaks hold with PYTORCH_ALLOC_CONF=expandable_segments:True; "
+    "without it leave a tenth to a fifth of the budget free."
+)
+
+
+def _host_limit(planned: "Planned", usual: bool) -> str:
+    limit = planned.wish.host_limit_bytes
+    if limit is None:
+        return "CPU memory for what moves: no limit."
+    share = f"{_HOST_SHARE:.0%} of this machine's, whatever the card; --host-memory sets it"
+    return f"CPU memory for what moves: up to {format_bytes(limit)}" + (f" ({share})." if usual else ".")
+
+
+def _bound(planned: "Planned") -> Iterator[str]:
+    from lowtide.plan.explain import ms_in_words
+
+    if planned.without_limit is not None and planned.wish.host_limit_bytes is not None:
+        made = planned.without_limit.prediction
+        yield (
+            f"CPU memory binds this plan: with {format_bytes(made.cpu_bytes)} of it instead of "
+            f"{format_bytes(planned.wish.host_limit_bytes)} a step would take {ms_in_words(made.step_ms)}."
+        )
 
 
 def _residents(planned: "Planned") -> str:

@@ -103,8 +103,12 @@ def open_target(
     *,
     device: str = "cpu",
     dtype: torch.dtype | None = None,
+    folder_inputs: Size = "tiny",
 ) -> Target:
-    """A family by name, built in that size; or the model in a folder (its inputs then have the tiny sizes).
+    """A family by name, built in that size; or the model in a folder.
+
+    folder_inputs: the inputs of a folder's model have the sizes of this row of its family, but for those that its own
+    configuration decides.
 
     A name wins over a folder of that name: write ``./flux1`` for the folder.
     Raises ConfigError if it is neither: names the nearest families, or what a folder must hold.
@@ -120,7 +124,9 @@ def open_target(
     family = family_of(model)
     if family is None:
         return Target(text, model, None, None, {})
-    return Target(text, model, family, family.tiny, sizes_for(family.sizes, _config_of(model)))
+    return Target(
+        text, model, family, _configuration(family, folder_inputs), sizes_for(family.sizes, _config_of(model))
+    )
 
 
 def family_of(model: nn.Module) -> Family | None:

@@ -55,6 +55,10 @@ CARDS = (
     Card("B200", 180 * _GIB, 900e12, 8000e9, _GEN5),
 )
 
+HOST_US = 14.0
+"""What one operator costs the host that dispatches it, Python included. Fitted to steps that the host bound in
+benchmarks/results/family.jsonl (SDXL, Kolors, SD 1.x, PixArt, Lumina2), whose host is a slow one: on another, such
+models may take much less."""
 
 _MAKERS = {"nvidia", "geforce", "tesla", "quadro", "rtx", "gpu"}
 _FORMS = {

@@ -1,6 +1,6 @@
 """Counts the floating-point operations of what runs, operator by operator. A multiplication with its sum is two."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -29,6 +29,8 @@ _ATTENTION = frozenset(
 class FlopCounter(TorchDispatchMode):
     """Context manager: ``total`` grows by the operations of every operator that this thread runs inside it.
 
+    operators: how many were dispatched, views among them. recorded: those of them that autograd records, as one
+    of their tensors requires gradients.
     As torch.utils.flop_counter counts: matrix products, convolutions and attention; what is done element by element
     counts nothing. Causal attention counts the pairs of query and key that it looks at, so about half.
     """
@@ -38,6 +40,8 @@ class FlopCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
+        self.operators = 0
+        self.recorded = 0
 
     def paused(self) -> AbstractContextManager[Any]:
         """Count nothing: for kernels that are compiled when they are called, which a counter disturbs."""
@@ -51,6 +55,8 @@ class FlopCounter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self.operators += 1
+        self.recorded += torch.is_grad_enabled() and _any_requires_grad(args)
         output = func(*args, **kwargs)
         kind = func if isinstance(func, HigherOrderOperator) else func._overloadpacket
         if kind in _ATTENTION:
@@ -58,6 +64,16 @@ class FlopCounter(TorchDispatchMode):
         elif kind in flop_registry:
             self.total += flop_registry[kind](*args, **kwargs, out_val=output)
         return output
+
+
+def _any_requires_grad(values: Iterable[Any]) -> bool:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad:
+                return True
+        elif isinstance(value, list | tuple) and _any_requires_grad(value):
+            return True
+    return False
 
 
 def attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *, is_causal: bool = False) -> int:

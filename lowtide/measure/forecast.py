@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from lowtide.measure.cards import Card
+from lowtide.measure.cards import HOST_US, Card
 from lowtide.measure.held import trace_held
 from lowtide.plan.costs import FORECAST, PLAIN, BlockFigures, BlockKind, StepCosts, Way
-from lowtide.plan.held import ATTENTION_SIDE, FEED_FORWARD, KERNEL, Held, HeldTrace, ModuleCall, predict
+from lowtide.plan.held import ATTENTION_SIDE, FEED_FORWARD, KERNEL, Held, HeldTrace, ModuleCall, Work, predict
 from lowtide.plan.schedule import (
     ATTENTION,
     BOUNDARY,
@@ -36,6 +36,9 @@ _ATTENTION_BACKWARD = (
 _GRADIENTS = 2  # of the largest intermediate, coming and going
 _TRAFFIC = {"forward": 2, "backward": 4}
 """How often what a block saves passes through the device's memory, for all that is no matrix product."""
+
+_BACKWARD_OPERATORS = 2
+"""Dispatched for each one that autograd recorded."""
 
 Block = tuple[str, int]
 
@@ -64,6 +67,7 @@ def forecast(
         kinds=forecaster.kinds(),
         stacks=forecaster.kind_names,
         resident_bytes=max(0, resident_bytes + trace.bytes_of(trace.glue & trace.live) + forecaster.shared_bytes()),
+        other_ms=forecaster.other_ms(),
         link=card.link,
         host_limit_bytes=host_limit_bytes,
         source=FORECAST,
@@ -79,15 +83,34 @@ def _trains(stacks: Sequence[ResolvedStack]) -> bool:
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a block computes and saves. feed_forward_share: of what it saves, in its feed-forward side."""
+    """What a block computes and saves; the parts in its attention kernels and its feed-forward side."""
 
-    flops: int
-    kernel_flops: int
-    feed_forward_flops: int
+    work: Work
+    kernels: Work
+    feed_forward: Work
     saved_bytes: int
     feed_forward_bytes: int
     largest_bytes: int
     output_bytes: int
+
+    @property
+    def flops(self) -> tuple[int, ...]:
+        return self.work.flops, self.kernels.flops, self.feed_forward.flops
+
+
+@dataclass(frozen=True)
+class _Time:
+    """The device works while the host dispatches what is next, so the slower one decides."""
+
+    device_ms: float
+    host_ms: float
+
+    @property
+    def ms(self) -> float:
+        return max(self.device_ms, self.host_ms)
+
+    def __add__(self, other: "_Time") -> "_Time":
+        return _Time(self.device_ms + other.device_ms, self.host_ms + other.host_ms)
 
 
 class _Forecaster:
@@ -136,7 +159,7 @@ class _Forecaster:
         known: dict[tuple[int, ...] | None, str] = {}
         for index in range(depth):
             shape = self.shapes.get((stack, index))
-            computes = None if shape is None else (shape.flops, shape.kernel_flops, shape.feed_forward_flops)
+            computes = None if shape is None else shape.flops
             yield known.setdefault(computes, f"{stack}/{len(known)}")
 
     def _shape(self, calls: Sequence[ModuleCall]) -> _Shape:
@@ -146,9 +169,9 @@ class _Forecaster:
         sizes = [self.trace.sizes_bytes.get(storage, 0) for storage in saved]
         outputs = [self.trace.sizes_bytes.get(use.storage, 0) for call in calls for use in call.outputs]
         return _Shape(
-            flops=sum(call.flops for call in calls),
-            kernel_flops=sum(call.flops for call in kernels),
-            feed_forward_flops=sum(call.flops for call in forwards),
+            work=_work(calls),
+            kernels=_work(kernels),
+            feed_forward=_work(forwards),
             saved_bytes=sum(sizes),
             feed_forward_bytes=self.trace.bytes_of(set().union(*(call.all_saved for call in forwards), set())),
             largest_bytes=max(sizes, default=0),
@@ -177,7 +200,7 @@ class _Forecaster:
         return predict(self.trace, schedule, self.min_bytes)
 
     def _figures(self, blocks: Sequence[Block], held: Mapping[Way, Held]) -> Iterator[tuple[Way, BlockFigures]]:
-        shape = self.shapes.get(blocks[0])
+        shape = self.shapes.get(blocks[len(blocks) // 2])  # of the first block autograd may record less
         if shape is None:  # never called: nothing to treat, nothing to hold
             yield PLAIN, BlockFigures(0.0, 0.0, 0)
             return
@@ -209,40 +232,57 @@ class _Forecaster:
         treatment, _, width = way
         again = max(0, saved - kept - moved) if treatment != KEPT else 0
         gradients = _GRADIENTS * shape.largest_bytes + shape.output_bytes
-        forward_ms, backward_ms = self._plain_ms(shape)
+        forward, backward = self._forward(shape.work, shape.saved_bytes), self._backward(shape)
         return BlockFigures(
-            forward_ms=width * forward_ms,
-            backward_ms=width * (backward_ms + self._again_ms(treatment, shape)),
+            forward_ms=width * forward.ms,
+            backward_ms=width * (backward + self._again(treatment, shape)).ms,
             kept_bytes=kept,
             cpu_bytes=min(moved, copied),
             working_bytes=again + moved + gradients,
             copied_bytes=copied,
         )
 
-    def _plain_ms(self, shape: _Shape) -> tuple[float, float]:
+    def _forward(self, work: Work, saved_bytes: int) -> "_Time":
+        return self._time(work.flops, _TRAFFIC["forward"] * saved_bytes, work.operators)
+
+    def _backward(self, shape: _Shape) -> "_Time":
         """Frozen weights need the gradient of their input alone, which takes as long as the forward."""
-        products = shape.flops - shape.kernel_flops
-        backward = products * (2 if self.trains else 1) + shape.kernel_flops * _ATTENTION_BACKWARD
-        return (
-            self._ms(shape.flops, _TRAFFIC["forward"] * shape.saved_bytes),
-            self._ms(backward, _TRAFFIC["backward"] * shape.saved_bytes),
-        )
+        products = shape.work.flops - shape.kernels.flops
+        flops = products * (2 if self.trains else 1) + shape.kernels.flops * _ATTENTION_BACKWARD
+        operators = _BACKWARD_OPERATORS * shape.work.recorded
+        return self._time(flops, _TRAFFIC["backward"] * shape.saved_bytes, operators)
 
-    def _again_ms(self, treatment: str, shape: _Shape) -> float:
-        flops, size_bytes = {
-            KEPT: (0, 0),
-            FFN: (shape.feed_forward_flops, shape.feed_forward_bytes),
-            WHOLE: (shape.flops, shape.saved_bytes),
-            SELECTIVE: (shape.flops - shape.kernel_flops, shape.saved_bytes),
+    def _again(self, treatment: str, shape: _Shape) -> "_Time":
+        work, saved_bytes = {
+            KEPT: (Work(), 0),
+            FFN: (shape.feed_forward, shape.feed_forward_bytes),
+            WHOLE: (shape.work, shape.saved_bytes),
+            SELECTIVE: (shape.work - shape.kernels, shape.saved_bytes),
         }[treatment]
-        return self._ms(flops, _TRAFFIC["forward"] * size_bytes)
+        return self._forward(work, saved_bytes)
 
-    def _ms(self, flops: float, traffic_bytes: float) -> float:
-        return 1e3 * (flops / self.card.flops_per_s + traffic_bytes / self.card.memory_bytes_per_s)
+    def other_ms(self) -> float:
+        """Of the forward and the backward outside of the blocks."""
+        work = self.trace.outside
+        saved_bytes = self.trace.bytes_of(self.trace.glue)
+        backward = self._time(
+            work.flops * (2 if self.trains else 1),
+            _TRAFFIC["backward"] * saved_bytes,
+            _BACKWARD_OPERATORS * work.recorded,
+        )
+        return self._forward(work, saved_bytes).ms + backward.ms
+
+    def _time(self, flops: float, traffic_bytes: float, operators: int) -> "_Time":
+        device_ms = 1e3 * (flops / self.card.flops_per_s + traffic_bytes / self.card.memory_bytes_per_s)
+        return _Time(device_ms, operators * HOST_US / 1e3)
 
     @staticmethod
     def _median(values: Iterable[int]) -> int:
         return int(statistics.median_low(list(values)))
+
+
+def _work(calls: Iterable[ModuleCall]) -> Work:
+    return sum((call.work for call in calls), Work())
 
 
 def _uniform(depth: int, way: Way) -> StackSchedule:

@@ -19,7 +19,7 @@ from lowtide.errors import ConfigError
 from lowtide.measure.flops import FlopCounter, attention_flops
 from lowtide.measure.gpu_kernels import GpuKernels
 from lowtide.measure.shapes import Shapes
-from lowtide.plan.held import ATTENTION_SIDE, BLOCK, FEED_FORWARD, KERNEL, HeldTrace, ModuleCall, TensorUse
+from lowtide.plan.held import ATTENTION_SIDE, BLOCK, FEED_FORWARD, KERNEL, HeldTrace, ModuleCall, TensorUse, Work
 from lowtide.runtime.entry_points import SDPA, EntryPoint, Kernel, Watching, unwatched
 from lowtide.runtime.flatten import tensors_of
 from lowtide.runtime.resolve import ResolvedStack
@@ -49,7 +49,7 @@ def trace_held(
         for handle in tracer.watch():
             watched.callback(handle.remove)
         outputs = _forward(model, inputs, tracer)
-        trace = HeldTrace(tuple(tracer.calls), frozenset(tracer.glue), tracer.live(), tracer.sizes_bytes)
+        trace = HeldTrace(tuple(tracer.calls), frozenset(tracer.glue), tracer.live(), tracer.sizes_bytes, tracer.work())
     del outputs  # the graph had to live until now
     return trace
 
@@ -108,14 +108,14 @@ class _Saved:
 class _Region:
     """A call that is going on: what was saved, and which calls ended, in it so far.
 
-    flops_before: counted when it began.
+    before: the work that was counted when it began.
     """
 
     module: nn.Module | None
     kind: str
     name: str
     arguments: tuple[TensorUse, ...]
-    flops_before: int
+    before: Work
     carry: tuple[int, ...] = ()
     steps: list[int | ModuleCall] = field(default_factory=list)
 
@@ -161,7 +161,7 @@ class _Tracer:
             return self._run(entry, kernel, args, kwargs)
         block = self._open[0].name
         name = f"{self._open[-1].name}.kernel"
-        self._open.append(_Region(None, KERNEL, name, self._uses((args, kwargs)), self.counter.total))
+        self._open.append(_Region(None, KERNEL, name, self._uses((args, kwargs)), self.work()))
         output = self._run(entry, kernel, args, kwargs)
         self._close(block, 0, output)
         return output
@@ -189,6 +189,10 @@ class _Tracer:
         """Where the forward is, for a message."""
         return f"in {self._open[-1].name}, " if self._open else ""
 
+    def work(self) -> Work:
+        """What ran so far."""
+        return Work(self.counter.total, self.counter.operators, self.counter.recorded)
+
     def live(self) -> frozenset[int]:
         return frozenset(saved.storage for saved in self._saved)
 
@@ -199,7 +203,7 @@ class _Tracer:
             if bool(self._open) is (kind != BLOCK):  # a block inside a block is part of it
                 carried = self._carried(module, carry, args, kwargs) if carry else ()
                 uses = self._uses((args, kwargs))
-                self._open.append(_Region(module, kind, name, uses, self.counter.total, carried))
+                self._open.append(_Region(module, kind, name, uses, self.work(), carried))
 
         def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if self._open and self._open[-1].module is module and self._open[-1].kind == kind:
@@ -222,7 +226,7 @@ class _Tracer:
             tuple(region.steps),
             region.kind,
             carry=region.carry,
-            flops=self.counter.total - region.flops_before,
+            work=self.work() - region.before,
         )
         if call.kind == KERNEL:
             call = replace(call, results=self._kept_of(call))

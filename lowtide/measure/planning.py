@@ -1,7 +1,7 @@
 """``lowtide plan``: the quickest schedule for a model, its inputs and a budget, from shapes alone."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ from lowtide.measure.build import Target, open_target
 from lowtide.measure.cards import Card
 from lowtide.measure.fits import Asked, Fit, what_fits
 from lowtide.measure.forecast import forecast
+from lowtide.measure.hints import Need, hints
 from lowtide.measure.inputs import namespace
 from lowtide.measure.residents import ADAMW, STATE_BYTES, Residents, residents
 from lowtide.plan.costs import StepCosts
-from lowtide.plan.explain import as_dict
+from lowtide.plan.explain import as_dict, prediction_dict
 from lowtide.plan.solve import Plan, smallest_peak, solve
 from lowtide.runtime.resolve import ResolvedStack, resolve
 from lowtide.units import format_bytes
@@ -47,7 +48,11 @@ class Wish:
 
 @dataclass(frozen=True)
 class Planned:
-    """plan: None where nothing fits; refusal says so then. sizes: all of the inputs."""
+    """plan: None where nothing fits; refusal says so then. sizes: all of the inputs.
+
+    without_limit: the plan with no limit on CPU memory, where it needs more than the limit, and is quicker or alone
+    fits; None: the limit does not bind.
+    """
 
     wish: Wish
     label: str
@@ -59,6 +64,24 @@ class Planned:
     plan: Plan | None
     refusal: str | None
     fits: tuple[Fit, ...]
+    without_limit: Plan | None = None
+
+    @property
+    def hints(self) -> tuple[str, ...]:
+        """What can help where nothing fits."""
+        return () if self.plan is not None else tuple(hints(self._need()))
+
+    def _need(self) -> Need:
+        wish = self.wish
+        return Need(
+            wish.budget_bytes,
+            self.smallest_peak_bytes,
+            self.residents,
+            self.trained,
+            wish.optimizer,
+            wish.rank is None,
+            self.without_limit is not None,
+        )
 
     @property
     def trained_text(self) -> str:
@@ -94,10 +117,16 @@ class Planned:
             "optimizer": self.wish.optimizer,
             "ema": self.wish.ema,
             "budget_bytes": self.wish.budget_bytes,
+            "host_limit_bytes": self.wish.host_limit_bytes,
+            "host_limit_binds": self.without_limit is not None,
             "residents": vars(self.residents) | {"total_bytes": self.residents.total_bytes},
             "smallest_peak_bytes": self.smallest_peak_bytes,
             "plan": None if self.plan is None else as_dict(self.plan),
+            "without_host_limit": None
+            if self.without_limit is None
+            else prediction_dict(self.without_limit.prediction),
             "refused": self.refusal,
+            "hints": list(self.hints),
             "fits": [vars(fit) for fit in self.fits],
             "warnings": list(self.warnings),
         }
@@ -137,7 +166,21 @@ def plan_for(wish: Wish, fits: bool = True, told: Callable[[str], None] = _tell_
         plan,
         refusal,
         tuple(what_fits(forecaster, asked, allowed)) if fits else (),
+        _without_limit(costs, wish.budget_bytes, plan),
     )
+
+
+def _without_limit(costs: StepCosts, budget_bytes: int, plan: Plan | None) -> Plan | None:
+    """The plan with no limit on CPU memory, where it needs more than the limit."""
+    limit_bytes = costs.host_limit_bytes
+    if limit_bytes is None or (plan is not None and plan.leaves_off):
+        return None
+    try:
+        found = solve(replace(costs, host_limit_bytes=None), budget_bytes)
+    except ConfigError:
+        return None
+    quicker = plan is None or found.prediction.step_ms < plan.prediction.step_ms
+    return found if quicker and found.prediction.cpu_bytes > limit_bytes else None
 
 
 def _config_of(model: Any) -> Mapping[str, Any]:
@@ -211,7 +254,7 @@ class _Forecaster:
 
 
 def _built(name: str, rank: int | None) -> _Model:
-    target = open_target(name, "real", device="meta", dtype=torch.bfloat16)
+    target = open_target(name, "real", device="meta", dtype=torch.bfloat16, folder_inputs="real")
     if target.build is None:
         raise ConfigError(
             f"{target.label}: no family describes its class, so its inputs are unknown, and nothing can be planned"

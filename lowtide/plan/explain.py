@@ -1,5 +1,6 @@
 """A plan for people and for programs: what is kept, moved and recomputed, what that costs, and what was rejected."""
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
@@ -25,18 +26,20 @@ _DOES = {
     KEPT: "kept on the device",
     FFN: "feed-forward side recomputed",
     WHOLE: "recomputed whole",
-    SELECTIVE: "recomputed, but for the outputs of their attention kernels",
+    SELECTIVE: "recomputed, but for the outputs of attention kernels",
 }
 _MOVES = {
     (KEPT, ATTENTION): "what the attention side saves",
-    (KEPT, SAVED): "all that they save",
+    (KEPT, SAVED): "all that is saved",
     (FFN, BOUNDARY): "the inputs of the feed-forward side",
     (FFN, ATTENTION): "what the attention side saves",
-    (FFN, SAVED): "all else that they save",
-    (WHOLE, BOUNDARY): "their inputs",
-    (SELECTIVE, BOUNDARY): "their inputs",
+    (FFN, SAVED): "all else that is saved",
+    (WHOLE, BOUNDARY): "the inputs",
+    (SELECTIVE, BOUNDARY): "the inputs",
     (SELECTIVE, ATTENTION): "those outputs",
 }
+_ONLY_MOVED = "not recomputed"
+_MOST_SHOWN = 6
 TOO_MUCH, TOO_MUCH_CPU, SLOWER, NO_BETTER = "over the budget", "too much for CPU memory", "slower", "no better"
 CHOSEN = "chosen"
 
@@ -148,22 +151,17 @@ def _width(stack: StackSchedule, index: int) -> int | None:
 
 
 def _what(treatment: str, moves: frozenset[str], width: int | None) -> str:
-    text = _DOES[treatment]
+    text = _ONLY_MOVED if treatment == KEPT and moves else _DOES[treatment]
     if width is not None and width > 1:
         text += f", {width} at a time"
     if moves:
-        text += "; " + " and ".join(_MOVES[treatment, what] for what in sorted(moves, reverse=True))
-        text += " in CPU memory"
+        text += "; in CPU memory: " + " and ".join(_MOVES[treatment, what] for what in sorted(moves, reverse=True))
     return text
 
 
 def _cost(plan: Plan) -> Iterator[str]:
     made = plan.prediction
-    waiting_ms = made.exposed_out_ms + made.exposed_back_ms
-    yield (
-        f"A step takes {made.step_ms:.1f} ms: {made.plain_ms:.1f} without checkpointing, {made.extra_ms:.1f} for "
-        f"computing again, {waiting_ms:.1f} of waiting for copies."
-    )
+    yield f"A step takes {ms_in_words(made.step_ms)}{_added(made)}."
     if made.copied_bytes:
         copied, waiting = format_bytes(made.copied_bytes), format_bytes(made.cpu_bytes)
         yield f"{copied} are copied out, and as much back; {waiting} wait in CPU memory."
@@ -171,6 +169,23 @@ def _cost(plan: Plan) -> Iterator[str]:
         yield "The peak is outside of the blocks, where no schedule lowers it."
     else:
         yield _peak(made.highest)
+
+
+def ms_in_words(time_ms: float) -> str:
+    """``"541.0 ms"``, ``"1.94 s"``."""
+    return f"{time_ms:.1f} ms" if time_ms < 1000 else f"{time_ms / 1e3:.2f} s"
+
+
+def _added(made: StepPrediction) -> str:
+    """What the time consists of, where it is not that of the plain step."""
+    waiting_ms = made.exposed_out_ms + made.exposed_back_ms
+    parts = {"for computing again": made.extra_ms, "of waiting for copies": waiting_ms}
+    told = [
+        f"{ms_in_words(time_ms)} ({100 * time_ms / made.plain_ms:+.1f} %) {what}"
+        for what, time_ms in parts.items()
+        if round(time_ms, 1)
+    ]
+    return ", ".join((f": {ms_in_words(made.plain_ms)} without checkpointing", *told)) if told else ""
 
 
 def _peak(highest: Position) -> str:
@@ -183,16 +198,21 @@ def _peak(highest: Position) -> str:
 
 
 def _rejected(plan: Plan) -> Iterator[str]:
-    rejected = [other for other in plan.alternatives if other.name != plan.mode]
+    """Those that fit, the quickest first, then others in their order; at most six."""
+    rejected = [(other, verdict(plan, other)) for other in plan.alternatives if other.name != plan.mode]
+    fitting = [(other, why) for other, why in rejected if why not in (TOO_MUCH, TOO_MUCH_CPU)]
+    fitting.sort(key=lambda found: found[0].step_ms)
+    ordered = fitting + [found for found in rejected if found not in fitting]
     if rejected:
         yield "Compared with, and not taken:"
-    for other in rejected:
-        peak = format_bytes(other.peak_bytes)
-        yield f"  {other.name}: peak {peak}, {other.step_ms:.1f} ms ({verdict(plan, other)})"
+    for other, why in ordered[:_MOST_SHOWN]:
+        yield f"  {other.name}: peak {format_bytes(other.peak_bytes)}, {ms_in_words(other.step_ms)} ({why})"
+    if more := Counter(why for _, why in ordered[_MOST_SHOWN:]):
+        yield f"  and {more.total()} more: " + ", ".join(f"{count} {why}" for why, count in more.items())
 
 
 def _doubts(plan: Plan) -> Iterator[str]:
     if plan.source == FORECAST:
         yield "Times are forecast from shapes, not measured: the order of close settings may differ."
     if plan.within_ms:
-        yield f"The search was stopped: another schedule may be quicker, by {plan.within_ms:.1f} ms at most."
+        yield f"The search was stopped: another schedule may be quicker, by {ms_in_words(plan.within_ms)} at most."

@@ -16,6 +16,22 @@ BLOCK, FEED_FORWARD, ATTENTION_SIDE, KERNEL = "block", "feed-forward", "attentio
 
 
 @dataclass(frozen=True)
+class Work:
+    """What runs. flops: floating-point operations; a multiply-add is two. operators: dispatched, each at a cost to the
+    host. recorded: those of them that autograd records, whose backward dispatches others."""
+
+    flops: int = 0
+    operators: int = 0
+    recorded: int = 0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.flops + other.flops, self.operators + other.operators, self.recorded + other.recorded)
+
+    def __sub__(self, other: "Work") -> "Work":
+        return Work(self.flops - other.flops, self.operators - other.operators, self.recorded - other.recorded)
+
+
+@dataclass(frozen=True)
 class TensorUse:
     """A tensor that a call took or gave.
 
@@ -37,7 +53,7 @@ class ModuleCall:
     results: of an attention kernel, what is kept so that it need not run again: its output, the log-sum-exp and the
     like; empty where it is recomputed.
     carry: the tensors among a block's arguments that decide whether a segment goes on, where its row names them.
-    flops: floating-point operations of its forward, the calls inside it included; a multiply-add is two.
+    work: of its forward, the calls inside it included.
     """
 
     name: str
@@ -49,7 +65,11 @@ class ModuleCall:
     kind: str = BLOCK
     results: tuple[int, ...] = ()
     carry: tuple[int, ...] = ()
-    flops: int = 0
+    work: Work = Work()
+
+    @property
+    def flops(self) -> int:
+        return self.work.flops
 
     @property
     def saved(self) -> frozenset[int]:
@@ -80,12 +100,19 @@ class HeldTrace:
     live: the saved storages that the graph of the outputs still holds when the forward is over; a branch whose result
     nobody uses (the text stream of a last block, say) is gone by then.
     sizes_bytes: of every storage, parameters and buffers left out (they stay anyway, so they count nothing).
+    work: of the whole forward.
     """
 
     calls: tuple[ModuleCall, ...]
     glue: frozenset[int]
     live: frozenset[int]
     sizes_bytes: Mapping[int, int]
+    work: Work = Work()
+
+    @property
+    def outside(self) -> Work:
+        """What runs outside of the blocks."""
+        return self.work - sum((call.work for call in self.calls), Work())
 
     def bytes_of(self, storages: Iterable[int]) -> int:
         return sum(self.sizes_bytes.get(storage, 0) for storage in set(storages))

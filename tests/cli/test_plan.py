@@ -40,7 +40,7 @@ def test_words_say_what_is_done_and_what_was_rejected(lowtide: Callable[..., Any
     done = lowtide(*SD3, "--budget", "8GiB", "--resolution", "1024x768")
     assert done.exit_code == 0
     text = " ".join(done.stdout.split())
-    for said in ("width 1024, height 768", "times as on RTX 4090", "A step takes", "no checkpointing: peak"):
+    for said in ("width 1024, height 768", "times as on RTX 4090", "A step takes", "more: ", "(slower)"):
         assert said in text
     assert "Times are forecast from shapes, not measured" in text
 
@@ -107,6 +107,8 @@ def test_a_saved_plan_can_be_read(lowtide: Callable[..., Any], tmp_path: Path) -
         (("--budget", "8GiB", "--full", "--lora-rank", "8"), "--full trains all weights: leave out one of them"),
         (("--budget", "8GiB", "--resolution", "1024x"), "--resolution '1024x' is not allowed"),
         (("--budget", "8GiB", "--frames", "9"), "unknown size FR"),
+        (("--budget", "8GiB", "--set", "T"), "--set 'T' is not allowed; expected NAME=N"),
+        (("--budget", "8GiB", "--set", "B=2", "--batch", "2"), "B is given twice"),
         (("--budget", "8GiB", "--card", "5900"), "unknown card '5900'"),
     ],
 )
@@ -114,6 +116,61 @@ def test_wrong_words_are_one_message(arguments: tuple[str, ...], message: str, l
     done = lowtide("plan", "sd3", "--no-fits", *arguments)
     assert done.exit_code == 2
     assert message in " ".join(done.stderr.split())
+
+
+def test_a_folder_is_planned_for_the_inputs_of_its_family(
+    lowtide: Callable[..., Any], lowtide_json: Callable[..., Any], tmp_path: Path
+) -> None:
+    row = families.find("flux1")
+    build_model(row, "tiny").save_config(tmp_path)  # no weights
+    plan = ("plan", str(tmp_path), "--no-fits", "--card", "4090", "--budget", "24GiB")
+    sizes = lowtide_json(*plan)["sizes"]
+    assert {name: sizes[name] for name in "BHWT"} == {name: row.real.vars[name] for name in "BHWT"}
+    assert {name: sizes[name] for name in "CEP"} == {name: row.tiny.vars[name] for name in "CEP"}
+    heading = "batch 1, width 1024, height 1024, text tokens 512"
+    assert heading in " ".join(lowtide(*plan).stdout.split())
+    assert lowtide_json(*plan, "--set", "T=77", "--batch", "2")["sizes"] == sizes | {"T": 77, "B": 2}
+
+
+def test_cpu_memory_is_told_and_where_it_binds(lowtide: Callable[..., Any], lowtide_json: Callable[..., Any]) -> None:
+    plan = ("plan", "sd3", "--card", "4090", "--no-fits", "--budget", "5.5GiB", "--set", "T=154", "--host-memory")
+    bound = lowtide_json(*plan, "1GiB")
+    assert bound["host_limit_bytes"] == GIB and bound["host_limit_binds"] is True
+    assert bound["plan"]["predicted"]["cpu_bytes"] <= GIB < bound["without_host_limit"]["cpu_bytes"]
+    assert bound["without_host_limit"]["step_ms"] < bound["plan"]["predicted"]["step_ms"]
+    free = lowtide_json(*plan, "none")
+    assert free["host_limit_bytes"] is None and free["host_limit_binds"] is False
+    said = " ".join(lowtide(*plan, "1GiB").stdout.split())
+    assert "CPU memory for what moves: up to 1.00 GiB." in said and "CPU memory binds this plan: with " in said
+    assert "Peaks hold with PYTORCH_ALLOC_CONF=expandable_segments:True" in said
+
+
+def test_the_usual_limit_on_cpu_memory_is_told(lowtide: Callable[..., Any]) -> None:
+    done = lowtide("plan", "sd3", "--no-fits", "--budget", "24GiB", "--card", "H200")
+    assert "60% of this machine's, whatever the card; --host-memory sets it" in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hints"),
+    [
+        (
+            ("--budget", "4GiB"),
+            ("quantised base weights, which are not planned for: of 3.9", "that alone is over the budget", "RTX 3060"),
+        ),
+        (("--budget", "4.5GiB"), ("a smaller batch or resolution",)),
+        (("--budget", "22GiB", "--full"), ("a LoRA instead", "--optimizer adamw-8bit: 11.3 GiB less, which is enough")),
+        (("--budget", "2GiB", "--full", "--optimizer", "sgd"), ("a LoRA instead",)),
+    ],
+)
+def test_where_nothing_fits_it_says_what_can_help(
+    arguments: tuple[str, ...], hints: tuple[str, ...], lowtide: Callable[..., Any]
+) -> None:
+    done = lowtide(*SD3, *arguments)
+    said = " ".join(done.stdout.split()).partition("What can help:")[2]
+    assert done.exit_code == 1
+    for hint in hints:
+        assert hint in said
+    assert ("adamw-8bit" in said) == ("which is enough" in " ".join(hints))
 
 
 @pytest.fixture

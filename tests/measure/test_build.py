@@ -87,6 +87,13 @@ def test_a_folder_target_knows_its_family_and_fitting_inputs(pipeline):
     assert target.model(**target.inputs()).sample.shape == (2, 16, 4)
 
 
+def test_a_folder_may_have_the_inputs_of_the_real_row(pipeline):
+    target = open_target(pipeline, device="meta", folder_inputs="real")
+    given = target.inputs(device="meta")
+    assert given["hidden_states"].shape == (1, 4096, 4)  # 1024 pixels; the channels are the folder's
+    assert given["encoder_hidden_states"].shape[:2] == (1, 512)
+
+
 def test_a_name_target_is_the_family_in_that_size():
     target = open_target("Flux.1", "real", device="meta")
     assert target.label == "Flux.1"

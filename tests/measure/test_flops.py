@@ -181,3 +181,12 @@ def test_flux_by_hand(device):
     assert [call.flops for call in single.outermost(FEED_FORWARD)] == [up, 0, down]
     assert single.flops == linear(1, 3 * width) + 3 * linear(tokens, width) + kernel + up + down
     assert {call.flops for call in trace.calls[6:]} == {single.flops}
+
+
+def test_operators_are_counted_and_those_that_autograd_records() -> None:
+    frozen, trained = torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)
+    with FlopCounter() as counter:
+        torch.cat([frozen @ frozen, frozen + trained])
+        with torch.no_grad():
+            trained.exp()
+    assert (counter.operators, counter.recorded) == (4, 2)

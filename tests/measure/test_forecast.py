@@ -32,6 +32,7 @@ from lowtide.runtime.resolve import ResolvedStack, resolve
 GIB = 2**30
 H200 = find_card("H200")
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "offload.jsonl"
+FAMILY_RESULTS = RESULTS.with_name("family.jsonl")
 AS_MEASURED = {
     "none": modes.PLAIN,
     "torch-checkpoint": "torch",
@@ -123,6 +124,32 @@ def test_norms_are_counted_as_a_gpu_saves_them() -> None:
     composed, fused = (trace_held(norm, [], {"input": x}, as_on_gpu=flag) for flag in (False, True))
     assert fused.bytes_of(fused.glue) == x.numel() * 4 + 8 * 4  # the input, and a float32 for each row
     assert composed.bytes_of(composed.glue) > fused.bytes_of(fused.glue)
+
+
+@pytest.mark.parametrize("work", ["sd15", "sdxl", "pixart_sigma", "lumina2", "wan21_1_3b", "cogview4"])
+def test_times_are_near_those_of_the_card(work: str) -> None:
+    """The host binds the first four, the card the others."""
+    model, stacks, given = with_lora(work, {})
+    costs = forecast(model, stacks, given, H200, 0)
+    for name, made in modes.assignments(costs):
+        for measured_ms in step_times_ms(work, name):
+            assert 1 / 1.5 < predict_step(costs, made).step_ms / measured_ms < 1.5, name
+
+
+def step_times_ms(work: str, setting: str) -> list[float]:
+    """As they were measured on an H200 with a LoRA, in bf16, whole and not compiled."""
+    mode = {modes.PLAIN: "none", "torch": "layer"}.get(setting)
+    condition = {"work": work, "mode": mode, "precision": "bf16", "adapter": "lora", "rank": 16, "compile": "off"}
+    condition |= {"depth": {}, "sizes": families.find(work).real.vars}
+    lines = [json.loads(line) for line in FAMILY_RESULTS.read_text(encoding="utf-8").splitlines()]
+    found = [line for line in lines if line["state"] == "ok" and condition.items() <= line["condition"].items()]
+    assert found or mode != "none"
+    return [1e3 * line["figures"]["step_s"] for line in found]
+
+
+def test_small_operators_take_the_host_as_long_on_every_card() -> None:
+    costs = [forecast(*synthetic("16x1"), find_card(card), 0) for card in ("H200", "RTX 4090")]
+    assert costs[0].plain_ms == costs[1].plain_ms > 0
 
 
 # ------------------------------------------------------------------ cards and budgets

@@ -13,7 +13,7 @@ from lowtide.plan.costs import FORECAST, BlockKind, LinkRates, StepCosts, Treatm
 from lowtide.plan.explain import CHOSEN, SLOWER, TOO_MUCH, as_dict, in_words
 from lowtide.plan.saved_plan import dumps, load_plan, loads, save_plan
 from lowtide.plan.schedule import ATTENTION, BOUNDARY, FFN, KEPT, WHOLE
-from lowtide.plan.solve import Plan, smallest_peak, solve
+from lowtide.plan.solve import Alternative, Plan, smallest_peak, solve
 from lowtide.testing import cpu_offload
 from tests.plan.chains import steps
 from tests.runtime.toys import chain, inputs
@@ -50,17 +50,17 @@ def test_a_plan_in_words() -> None:
     assert in_words(_plan()).splitlines() == [
         "A schedule for a budget of 1.29 GiB: peak 1.23 GiB.",
         "blocks:",
-        "  blocks 0–4: feed-forward side recomputed; the inputs of the feed-forward side and what the attention side "
-        "saves in CPU memory",
+        "  blocks 0–4: feed-forward side recomputed; in CPU memory: the inputs of the feed-forward side and what the "
+        "attention side saves",
         "  block 5: kept on the device",
-        "A step takes 77.5 ms: 72.0 without checkpointing, 5.5 for computing again, 0.0 of waiting for copies.",
+        "A step takes 77.5 ms: 72.0 ms without checkpointing, 5.5 ms (+7.6 %) for computing again.",
         "250 MiB are copied out, and as much back; 250 MiB wait in CPU memory.",
         "The peak is in backward at block 5 of blocks: 1.17 GiB are held (weights and the like included), 10.0 MiB are "
         "worked on, 52.0 MiB are in flight.",
         "Compared with, and not taken:",
-        "  no checkpointing: peak 1.57 GiB, 72.0 ms (over the budget)",
         "  torch: peak 1.13 GiB, 96.0 ms (slower)",
         "  torch, interval 2: peak 1.19 GiB, 96.0 ms (slower)",
+        "  no checkpointing: peak 1.57 GiB, 72.0 ms (over the budget)",
         "  torch, interval 2, stride 4: peak 1.38 GiB, 88.0 ms (over the budget)",
     ]
 
@@ -73,6 +73,31 @@ def test_leaving_it_off_and_a_fixed_setting_in_words() -> None:
     kind = BlockKind(4.0, 8.0, (plain, _step().kinds["b"].by_way[WHOLE, frozenset(), 1]))
     words = in_words(solve(StepCosts({"b": kind}, {"s": ("b",) * 2}, 0), 120 * MIB))
     assert words.startswith("Use torch: nothing is quicker within 120 MiB. Peak 120 MiB.")
+
+
+def test_a_plain_step_is_told_in_one_time() -> None:
+    assert "A step takes 72.0 ms.\n" in in_words(_plan(1610))
+
+
+def test_what_only_moves_is_not_called_kept() -> None:
+    plain = TreatmentCost(KEPT, kept_bytes=100 * MIB)
+    moving = TreatmentCost(KEPT, frozenset({ATTENTION}), 1, 0, 0, 20 * MIB, 80 * MIB, 80 * MIB, 80 * MIB)
+    kind = BlockKind(4000.0, 8000.0, (plain, moving))
+    costs = StepCosts({"b": kind}, {"blocks": ("b",) * 6}, 0, link=LinkRates(20, 20))
+    words = in_words(solve(costs, 400 * MIB)).splitlines()
+    assert any(line.endswith("not recomputed; in CPU memory: what the attention side saves") for line in words)
+    assert "A step takes 72.00 s." in words
+
+
+def test_six_of_the_rejected_are_shown_those_that_fit_first() -> None:
+    plan = _plan()
+    fits, over = (Alternative(name, peak * MIB, 90.0, 0) for name, peak in (("fits", 1300), ("over", 1400)))
+    made = replace(plan, alternatives=(over,) * 7 + (fits,) * 2)
+    words = in_words(made).splitlines()
+    place = words.index("Compared with, and not taken:")
+    names = [line.split(":")[0].strip() for line in words[place + 1 : place + 7]]
+    assert names == ["fits"] * 2 + ["over"] * 4
+    assert words[place + 7] == "  and 3 more: 3 over the budget"
 
 
 def test_a_forecast_says_so() -> None:
