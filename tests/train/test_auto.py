@@ -65,5 +65,4 @@ def test_where_the_plain_run_fits_nothing_is_recomputed(train: Train) -> None:
 def test_what_auto_does_is_told(train_and_tell: Callable[..., tuple[dict[str, Any] | None, str]]) -> None:
     _, told = train_and_tell(**AUTO, vram_budget="64GiB")
     assert re.search(r"auto: to begin with, from shapes: 12 kept; peak .* of .*, \d+ ms", told)
-    assert "auto: from now on: " in told
     assert logging.getLogger("lowtide").handlers == []
