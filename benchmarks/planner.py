@@ -21,13 +21,13 @@ from typing import Any
 import torch
 
 import lowtide
-from lowtide import families
 from lowtide.auto.handle import AutoHandle
 from lowtide.bench.attention import kernels
 from lowtide.bench.modes import ATTACHED, NONE
 from lowtide.bench.provenance import machine
 from lowtide.bench.record import Condition
-from lowtide.bench.works import Task, build, depth_of
+from lowtide.bench.sweep import family_conditions, synthetic_conditions
+from lowtide.bench.works import Task, build
 from lowtide.errors import ConfigError
 from lowtide.keys import AUTO
 from lowtide.plan.schedule import Schedule, mixed
@@ -44,13 +44,10 @@ WORDS = (
 
 def condition_of(name: str, size: str) -> Condition:
     kind, _, shape = name.partition(":")
-    common: dict[str, Any] = {"size": size, "attention": "no-cudnn", "adapter": "lora", "rank": 16}
+    common: dict[str, Any] = {"size": size, "attention": "no-cudnn", "rank": 16}
     if kind == "synthetic":
-        return Condition("synthetic", shape, NONE, **common)
-    row = families.find(name)
-    tiny = size == "tiny"
-    sizes = dict((row.tiny if tiny else row.real).vars)
-    return Condition("family", row.key, NONE, sizes=sizes, depth={} if tiny else depth_of(row), **common)
+        return next(synthetic_conditions([shape], [NONE], ["lora"], **common))
+    return next(family_conditions([name], [NONE], {}, adapter="lora", **common))
 
 
 def measure(task: Task, device: str, warm_up: int, steps: int) -> dict[str, Any]:
@@ -115,10 +112,7 @@ def chosen(task: Task, budget: int, options: argparse.Namespace) -> dict[str, An
                 "predicted_ms": made.step_ms,
                 "mode": handle.plan.mode,
                 "source": handle.plan.source,
-                "treatments": {
-                    n: [f"{t}+{'+'.join(sorted(m))}" if m else t for t, m in zip(s.treatments, s.moves, strict=True)]
-                    for n, s in handle.schedule.stacks.items()
-                },
+                "treatments": {name: list(stack.words) for name, stack in handle.schedule.stacks.items()},
             }
     except (ConfigError, torch.OutOfMemoryError) as error:
         line["failed"] = f"{type(error).__name__}: {error}"[:300]

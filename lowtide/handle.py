@@ -1,9 +1,11 @@
 """From controls, or a schedule, to a model whose blocks are recomputed in backward: see ``attaching.attach``."""
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
+from typing import Self
 
 from torch import nn
 
@@ -28,7 +30,22 @@ NOT_CALLED = "not called"
 """Why a block was not treated: no step came by it."""
 
 
-class Handle:
+class Attachment(ABC):
+    """What is detached at the end of a ``with``."""
+
+    @abstractmethod
+    def detach(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+
+class Handle(Attachment):
     """What ``attach`` returns: the receipt of the last step, and the way back. Also a context manager."""
 
     def __init__(
@@ -140,14 +157,6 @@ class Handle:
         self._tracer.active = False
         if self._store is not None:
             self._store.close()
-
-    def __enter__(self) -> "Handle":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.detach()
 
 
 def attach_as(

@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -27,10 +26,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide.auto.budget import Limit, budget_bytes
-from lowtide.auto.planner import Planner, Size, in_short, size_of
+from lowtide.auto.planner import Planner, in_short
+from lowtide.auto.size import Size, Sizes
 from lowtide.controls import CheckpointConfig
 from lowtide.errors import ConfigError, LowtideError
-from lowtide.handle import NOT_CALLED, Handle, attach_as, rows_for
+from lowtide.handle import NOT_CALLED, Attachment, Handle, attach_as, rows_for
 from lowtide.measure.meter import meter_of
 from lowtide.measure.probe import Probed, StepProbe
 from lowtide.plan.schedule import Schedule, keep_all
@@ -53,7 +53,7 @@ _TIMED = 2
 """Steps of a candidate that count. The first under any schedule counts bytes, which takes time of its own."""
 
 
-class AutoHandle:
+class AutoHandle(Attachment):
     """What ``attach(backend="auto")`` returns: a ``Handle``, and ``plan`` is the one that runs, once there is one."""
 
     def __init__(self, model: nn.Module, config: CheckpointConfig, family: str | None = None) -> None:
@@ -76,6 +76,7 @@ class AutoHandle:
         self._limit: Limit | None = None
         self._probe: StepProbe | None = None
         self._seen: Probed | None = None
+        self._sizes = Sizes(self._root)
         self._largest: Size = (0, 0)
         self._updated = False
         self._on_update = register_optimizer_step_post_hook(_Updates(weakref.ref(self)))
@@ -99,6 +100,11 @@ class AutoHandle:
     def settled(self) -> bool:
         """Whether nothing is measured any more: the schedule stays, until a larger forward than any before comes."""
         return self.plan is not None and self._steps is None
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """What PyTorch may reserve; None before the first step, where the budget is what is free then."""
+        return self._planner.budget_bytes if self._planner is not None else None
 
     def receipt(self) -> Receipt:
         """What ran in the last step. Valid once its backward is done."""
@@ -125,14 +131,6 @@ class AutoHandle:
         if self._limit is not None:
             self._limit.lift()
 
-    def __enter__(self) -> "AutoHandle":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.detach()
-
     # ------------------------------------------------------------------ calls of the model
 
     def run(
@@ -155,7 +153,7 @@ class AutoHandle:
         return self.active and torch.is_grad_enabled() and not in_backward and not transformed()
 
     def _before_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        seen, size = self._stop_probe(), size_of(self._root, args, kwargs)
+        seen, size = self._stop_probe(), self._sizes.of(args, kwargs)
         largest = (max(size[0], self._largest[0]), max(size[1], self._largest[1]))
         if largest != self._largest:
             self._largest = (0, 0)  # until it is planned for: where nothing fits, the next forward is to say so, too

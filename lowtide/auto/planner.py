@@ -27,9 +27,8 @@ from lowtide.plan.predict_step import predict_step
 from lowtide.plan.sampling import bytes_of, corrected, samples_of, sampling, with_bytes, with_copies_taking
 from lowtide.plan.schedule import ATTENTION, KEPT, WHOLE, Schedule
 from lowtide.plan.solve import Plan, smallest_peak, solve
-from lowtide.runtime.flatten import OpaqueArgument, flatten_call, tensors_of
-from lowtide.runtime.host_memory import host_memory
-from lowtide.runtime.pool import SHARE_OF_MACHINE
+from lowtide.runtime.flatten import OpaqueArgument, flatten_call
+from lowtide.runtime.host_memory import share_of_host_bytes
 from lowtide.runtime.resolve import resolve
 from lowtide.units import format_bytes
 
@@ -165,7 +164,6 @@ class Planner:
     def _traced(self, inputs: Mapping[str, Any], resident_bytes: int) -> StepCosts:
         self.card = self.card or _card(self.device)
         shadow = on_meta(self.model)
-        memory = host_memory()
         with casting_as(self.device):
             costs = forecast(
                 shadow,
@@ -173,7 +171,7 @@ class Planner:
                 shapes_of(inputs),
                 self.card,
                 resident_bytes,
-                host_limit_bytes=None if memory is None else int(SHARE_OF_MACHINE * memory.limit_bytes),
+                host_limit_bytes=share_of_host_bytes(),
                 min_bytes=self.min_bytes,
             )
         if not any(kind.forward_ms for kind in costs.kinds.values()):
@@ -187,23 +185,10 @@ class Planner:
         return costs if self.can_move else replace(costs, link=None)
 
 
-Size = tuple[int, int]
-
-
-def size_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Size:
-    """How large a step is: bytes of the tensors among a forward's arguments, and of the weights that are trained."""
-    trained = sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
-    return sum(tensor.nbytes for tensor in tensors_of((args, dict(kwargs)))), trained
-
-
 def in_short(plan: Plan) -> str:
     """The plan in a line: how many blocks have which treatment, and its peak and time by prediction."""
     made = plan.prediction
-    words = Counter(
-        "+".join((treatment, *sorted(moves)))
-        for stack in plan.schedule.stacks.values()
-        for treatment, moves in zip(stack.treatments, stack.moves, strict=True)
-    )
+    words = Counter(word for stack in plan.schedule.stacks.values() for word in stack.words)
     what = ", ".join(f"{count} {word}" for word, count in words.most_common())
     return f"{what}; peak {format_bytes(made.peak_bytes)} of {format_bytes(plan.budget_bytes)}, {made.step_ms:.0f} ms"
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from lowtide.auto.budget import budget_bytes
 from lowtide.auto.handle import AutoHandle
 from lowtide.bench.attention import kernels
 from lowtide.bench.isolate import Died, isolated
@@ -208,8 +207,8 @@ def receipt_of(task: Task, handle: Handle | AutoHandle) -> dict[str, Any]:
     ]
     treatments = Counter(block["treatment"] for block in receipt["blocks"])
     counted = {**receipt, "blocks": dict(treatments), "inert": receipt["inert"] + missing}
-    if isinstance(handle, AutoHandle) and handle.plan is not None:
-        counted["plan"] = planned(handle.plan, budget_bytes(handle.config.vram_budget))
+    if isinstance(handle, AutoHandle) and handle.plan is not None and handle.budget_bytes is not None:
+        counted["plan"] = planned(handle.plan, handle.budget_bytes)
     return counted
 
 

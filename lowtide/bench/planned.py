@@ -1,17 +1,18 @@
 """What ``auto`` planned, as a cell's record keeps it and as a report tells it beside what was measured."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lowtide.bench.outcome import GIB, seconds
 from lowtide.bench.record import Figures
-from lowtide.plan.explain import as_dict
+from lowtide.plan.explain import as_dict, places_by_treatment
 from lowtide.plan.solve import Plan
 
 
 def planned(plan: Plan, budget_bytes: int) -> dict[str, Any]:
     """The plan as plain data. peak_bytes, step_ms: predicted, the latter without the optimizer's update. room_bytes: of
-    the budget, less what PyTorch reserves and no tensor takes. stacks: the treatments of each in words."""
+    the budget, less what PyTorch reserves and no tensor takes. stacks: each in words, ``"0–3, 8: recomputed whole"``.
+    """
     facts = as_dict(plan)
     return {
         "budget_bytes": budget_bytes,
@@ -20,7 +21,10 @@ def planned(plan: Plan, budget_bytes: int) -> dict[str, Any]:
         "source": facts["source"],
         "peak_bytes": facts["predicted"]["peak_bytes"],
         "step_ms": facts["predicted"]["step_ms"],
-        "stacks": {name: list(_treatments(lines)) for name, lines in facts["stacks"].items()},
+        "stacks": {
+            name: [f"{', '.join(places)}: {what}" for what, places in places_by_treatment(lines).items()]
+            for name, lines in facts["stacks"].items()
+        },
     }
 
 
@@ -34,15 +38,6 @@ def in_words(plan: Mapping[str, Any], figures: Figures) -> Iterator[str]:
         reserved, budget = _gib(figures.most_reserved_bytes), _gib(plan["budget_bytes"])
         yield f"reserved over all steps: at most {reserved} of {budget} GiB"
     yield from (f"{stack} {words}" for stack, lines in plan["stacks"].items() for words in lines)
-
-
-def _treatments(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """``"0–3, 8: kept on the device"``: blocks that are treated alike, in order of the first."""
-    spans: dict[str, list[str]] = {}
-    for line in lines:
-        first, last = line["first"], line["last"]
-        spans.setdefault(line["what"], []).append(f"{first}" if first == last else f"{first}–{last}")
-    yield from (f"{', '.join(places)}: {what}" for what, places in spans.items())
 
 
 def _gib(size_bytes: int) -> str:

@@ -17,7 +17,6 @@ from lowtide.cli.bench_common import (
     Precision,
     Rank,
     Size,
-    Sizes,
     Steps,
     VramBudget,
     WarmUp,
@@ -26,8 +25,8 @@ from lowtide.cli.bench_common import (
     device_for,
     libraries,
     most_parameters,
-    sizes_of,
 )
+from lowtide.cli.options import Sizes, sizes_of
 from lowtide.cli.output import say, show, working
 from lowtide.errors import ConfigError
 from lowtide.keys import AUTO

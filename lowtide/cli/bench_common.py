@@ -18,10 +18,6 @@ Rank = Annotated[int, typer.Option(metavar="N", min=1, help="Rank of the LoRA.")
 Precision = Annotated[str, typer.Option(metavar="NAME", help="Of the base's weights. docs/bench.md.")]
 Compile = Annotated[str, typer.Option("--compile", metavar="off|regional", help="Compile each block by itself.")]
 Attention = Annotated[str, typer.Option(metavar="NAME", help="default, no-cudnn, flash, cudnn, efficient, math.")]
-Sizes = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="NAME=N", help="Another size of the inputs (B, H, W, FR, T …). Several times."),
-]
 Largest = Annotated[
     str,
     typer.Option(metavar="N", help="Models of more parameters are cut to fewer blocks (10e9). 'none': never."),
@@ -73,17 +69,6 @@ def budgets_of(text: str | None) -> list[int | str]:
         return [AUTO] if text is None else [Budget()(part.strip()) for part in text.split(",")]
     except ConfigError as error:
         raise ConfigError(f"--vram-budget {error}") from None
-
-
-def sizes_of(pairs: Iterable[str]) -> dict[str, int]:
-    """Of ``--set NAME=N``, given several times. Raises ConfigError for anything else."""
-    sizes = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals or not value.strip().isdigit() or int(value) < 1:
-            raise ConfigError(f"--set {pair!r} is not allowed; expected NAME=N with a whole number from 1, as in B=2")
-        sizes[name.strip()] = int(value)
-    return sizes
 
 
 def most_parameters(text: str) -> int:

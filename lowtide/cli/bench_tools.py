@@ -14,8 +14,8 @@ from rich.text import Text
 
 from lowtide import families
 from lowtide.cli import bench_common
-from lowtide.cli.bench_common import checked, device_for, libraries, most_parameters, sizes_of
-from lowtide.cli.options import AsJson
+from lowtide.cli.bench_common import checked, device_for, libraries, most_parameters
+from lowtide.cli.options import AsJson, Sizes, sizes_of
 from lowtide.cli.output import say, show, show_json, working
 from lowtide.errors import ConfigError, MachineError
 from lowtide.units import format_bytes
@@ -76,7 +76,7 @@ def attention(
     family: Family,
     mode: Mode = "layer",
     rank: bench_common.Rank = 16,
-    sizes: bench_common.Sizes = None,
+    sizes: Sizes = None,
     largest: bench_common.Largest = "10e9",
     size: bench_common.Size = "real",
     warm_up: bench_common.WarmUp = 5,
@@ -105,7 +105,7 @@ def profile(
     precision: bench_common.Precision = "bf16",
     compile: bench_common.Compile = "off",
     attention: bench_common.Attention = "default",
-    sizes: bench_common.Sizes = None,
+    sizes: Sizes = None,
     largest: bench_common.Largest = "10e9",
     size: bench_common.Size = "real",
     warm_up: bench_common.WarmUp = 3,

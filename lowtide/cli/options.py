@@ -1,5 +1,6 @@
 """Arguments and options that several commands share. Help texts of controls come from ``CheckpointConfig``."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -36,6 +37,10 @@ SavedPlan = Annotated[
         "--plan", metavar="FILE", help="A plan that `lowtide plan --save` wrote, instead of the settings above."
     ),
 ]
+Sizes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=N", help="Another size of the inputs (B, H, W, FR, T …). Several times."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
@@ -53,3 +58,14 @@ def schedule_from(path: str | None, config: CheckpointConfig) -> "Schedule | Non
     from lowtide.plan.saved_plan import load_plan
 
     return load_plan(path).schedule
+
+
+def sizes_of(pairs: Iterable[str]) -> dict[str, int]:
+    """Of ``--set NAME=N``, given several times. Raises ConfigError for anything else."""
+    sizes = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not value.strip().isdigit() or int(value) < 1:
+            raise ConfigError(f"--set {pair!r} is not allowed; expected NAME=N with a whole number from 1, as in B=2")
+        sizes[name.strip()] = int(value)
+    return sizes

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowtide.cli.bench_common import sizes_of
-from lowtide.cli.options import AsJson, Target
+from lowtide.cli.options import AsJson, Sizes, Target, sizes_of
 from lowtide.cli.output import count_in_words, progress, say, show, show_json, working
 from lowtide.errors import ConfigError
 from lowtide.units import format_bytes, parse_bytes
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from lowtide.measure.planning import Planned
 
 _CARD_WITHOUT_ONE = "RTX 4090"
-_HOST_SHARE = 0.6
 _RANK = 16
 
 Budget = Annotated[
@@ -44,10 +42,6 @@ CardName = Annotated[
 HostMemory = Annotated[
     str | None,
     typer.Option(metavar="SIZE", help="CPU memory for what moves. Default: 60 % of this machine's. none: no limit."),
-]
-Sizes = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="NAME=N", help="Another size of the inputs (T: text tokens …). Several times."),
 ]
 Save = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write the plan; `lowtide.attach(schedule=FILE)` takes it.")
@@ -144,10 +138,9 @@ def _budget(text: str, card: "Card") -> int:
 def _host(text: str | None) -> int | None:
     if text is not None:
         return None if text.strip().lower() == "none" else parse_bytes(text)
-    from lowtide.runtime.host_memory import host_memory
+    from lowtide.runtime.host_memory import share_of_host_bytes
 
-    memory = host_memory()
-    return None if memory is None else int(_HOST_SHARE * memory.limit_bytes)
+    return share_of_host_bytes()
 
 
 def _sizes(resolution: str | None, frames: int | None, batch: int | None, others: list[str] | None) -> dict[str, int]:
@@ -222,10 +215,12 @@ _RESERVED = (
 
 
 def _host_limit(planned: "Planned", usual: bool) -> str:
+    from lowtide.runtime.host_memory import SHARE_OF_MACHINE
+
     limit = planned.wish.host_limit_bytes
     if limit is None:
         return "CPU memory for what moves: no limit."
-    share = f"{_HOST_SHARE:.0%} of this machine's, whatever the card; --host-memory sets it"
+    share = f"{SHARE_OF_MACHINE:.0%} of this machine's, whatever the card; --host-memory sets it"
     return f"CPU memory for what moves: up to {format_bytes(limit)}" + (f" ({share})." if usual else ".")
 
 

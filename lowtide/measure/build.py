@@ -124,9 +124,7 @@ def open_target(
     family = family_of(model)
     if family is None:
         return Target(text, model, None, None, {})
-    return Target(
-        text, model, family, _configuration(family, folder_inputs), sizes_for(family.sizes, _config_of(model))
-    )
+    return Target(text, model, family, _configuration(family, folder_inputs), sizes_for(family.sizes, config_of(model)))
 
 
 def family_of(model: nn.Module) -> Family | None:
@@ -226,5 +224,5 @@ def _diffusers_class(class_name: Any, path: Path) -> Any:
     return import_class(f"diffusers.{class_name}")
 
 
-def _config_of(model: Any) -> Mapping[str, Any]:
+def config_of(model: Any) -> Mapping[str, Any]:
     return dict(model.config)

@@ -6,6 +6,7 @@ import torch
 
 from lowtide.measure.cards import Card
 from lowtide.measure.link import link_rates
+from lowtide.measure.stopwatch import milliseconds
 
 _ROUNDS = 8
 _OF_PRODUCTS = 0.6  # of the rate of large products is what transformer blocks reach, attention and the rest included
@@ -32,21 +33,12 @@ def measured_card(device: torch.device) -> Card:
     size = 4096
     own = torch.Generator(device).manual_seed(0)  # nobody else's random numbers may change
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16, generator=own) for _ in range(2))
-    flops_per_s = 2 * size**3 / _seconds(lambda: torch.mm(a, b))
-    memory_bytes_per_s = 2 * a.nbytes / _seconds(lambda: a.copy_(b))
+    flops_per_s = 2 * size**3 / _least_s(lambda: torch.mm(a, b))
+    memory_bytes_per_s = 2 * a.nbytes / _least_s(lambda: a.copy_(b))
     total_bytes = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return Card(name, total_bytes, _OF_PRODUCTS * flops_per_s, memory_bytes_per_s, link_rates())
 
 
-def _seconds(run: Callable[[], object]) -> float:
-    """Of one call; the best of a few."""
-    times_ms = []
-    for _ in range(_ROUNDS):
-        start, end = (torch.Event(torch.accelerator.current_accelerator(), enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times_ms.append(start.elapsed_time(end))
-    return min(times_ms) / 1e3
+def _least_s(run: Callable[[], object]) -> float:
+    return min(milliseconds(run, _ROUNDS)) / 1e3

@@ -4,6 +4,7 @@ import statistics
 
 import torch
 
+from lowtide.measure.stopwatch import milliseconds
 from lowtide.plan.costs import LinkRates
 
 _SIZE_BYTES = 256 * 2**20
@@ -19,12 +20,5 @@ def link_rates() -> LinkRates:
 
 
 def _gib_per_s(to: torch.Tensor, source: torch.Tensor) -> float:
-    times_ms = []
-    for _ in range(_ROUNDS):
-        start, end = (torch.Event(torch.accelerator.current_accelerator(), enable_timing=True) for _ in range(2))
-        start.record()
-        to.copy_(source, non_blocking=True)
-        end.record()
-        end.synchronize()
-        times_ms.append(start.elapsed_time(end))
+    times_ms = milliseconds(lambda: to.copy_(source, non_blocking=True), _ROUNDS)
     return _SIZE_BYTES / 2**30 / statistics.median(times_ms[1:]) * 1e3

@@ -10,7 +10,7 @@ from torch import nn
 from lowtide.errors import ConfigError
 from lowtide.measure.adapter import add_lora
 from lowtide.measure.allowed import allowed_sizes, check_sizes
-from lowtide.measure.build import Target, open_target
+from lowtide.measure.build import Target, config_of, open_target
 from lowtide.measure.cards import Card
 from lowtide.measure.fits import Asked, Fit, what_fits
 from lowtide.measure.forecast import forecast
@@ -144,7 +144,7 @@ def plan_for(wish: Wish, fits: bool = True, told: Callable[[str], None] = _tell_
     forecaster = _Forecaster(wish, told)
     model = forecaster.model(wish.rank)
     assert model.target.build is not None
-    allowed = allowed_sizes(model.target.build, _config_of(model.target.model))
+    allowed = allowed_sizes(model.target.build, config_of(model.target.model))
     check_sizes(wish.sizes, allowed)
     sizes = forecaster.sizes(wish.sizes)
     costs, lying = forecaster.costs(wish.rank, sizes)
@@ -181,10 +181,6 @@ def _without_limit(costs: StepCosts, budget_bytes: int, plan: Plan | None) -> Pl
         return None
     quicker = plan is None or found.prediction.step_ms < plan.prediction.step_ms
     return found if quicker and found.prediction.cpu_bytes > limit_bytes else None
-
-
-def _config_of(model: Any) -> Mapping[str, Any]:
-    return dict(model.config)
 
 
 @dataclass(frozen=True)
@@ -249,8 +245,9 @@ class _Forecaster:
         return residents(model, inputs, trained_bytes=_FLOAT32_BYTES, state_bytes=state_bytes, ema=self.wish.ema)
 
     def adapter_bytes(self) -> int:
-        """Of what is trained: its weights, gradients and optimizer states."""
-        return 4 * _FLOAT32_BYTES * self.model(self.wish.rank).trained
+        """Of what is trained: its weights, gradients, optimizer states and mean."""
+        lying = self._residents(self.model(self.wish.rank).target.model, {})
+        return 2 * lying.gradients_bytes + lying.states_bytes + lying.ema_bytes
 
 
 def _built(name: str, rank: int | None) -> _Model:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from lowtide.errors import ConfigError
 from lowtide.plan.costs import BlockKind, StepCosts, TreatmentCost
-from lowtide.plan.schedule import IN_SEGMENTS, Schedule, StackSchedule
+from lowtide.plan.schedule import IN_SEGMENTS, Schedule, StackSchedule, word_of
 
 Assignment = Mapping[str, tuple[TreatmentCost, ...]]
 """The treatments of each stack's blocks in call order; one of several blocks stands once."""
@@ -58,7 +58,7 @@ def _costs_of(costs: StepCosts, name: str, stack: StackSchedule) -> Iterator[Tre
         treatment, moves = stack.treatments[index], stack.moves[index]
         cost = costs.kinds[kinds[index]].by_way.get((treatment, moves, blocks))
         if cost is None or len(set(kinds[index : index + blocks])) > 1:
-            word = "+".join((treatment, *sorted(moves)))
+            word = word_of(treatment, moves)
             raise ConfigError(f"no costs are known for {word} on {blocks} blocks from block {index} of stack {name!r}")
         yield cost
         index += blocks

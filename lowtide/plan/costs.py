@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
-from lowtide.plan.schedule import IN_SEGMENTS, KEPT, MOVES, TREATMENTS
+from lowtide.plan.schedule import IN_SEGMENTS, KEPT, MOVES, TREATMENTS, word_of
 
 MEASURED, FORECAST = "measured", "forecast"
 """Where the figures come from."""
@@ -77,7 +77,7 @@ class TreatmentCost:
     @property
     def word(self) -> str:
         """As ``plan.schedule.mixed`` takes it."""
-        return "+".join((self.treatment, *sorted(self.moves)))
+        return word_of(self.treatment, self.moves)
 
     @property
     def extra_ms(self) -> float:

@@ -1,7 +1,7 @@
 """A plan for people and for programs: what is kept, moved and recomputed, what that costs, and what was rejected."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -118,13 +118,18 @@ def _answer(plan: Plan) -> Iterator[str]:
 def _treatments(schedule: Schedule) -> Iterator[str]:
     for name, stack in schedule.stacks.items():
         yield f"{name}:"
-        spans: dict[str, list[str]] = {}
-        for line in _lines(stack):
-            first, last = line["first"], line["last"]
-            spans.setdefault(line["what"], []).append(f"{first}" if first == last else f"{first}–{last}")
-        for what, places in spans.items():
+        for what, places in places_by_treatment(_lines(stack)).items():
             word = "block" if len(places) == 1 and "–" not in places[0] else "blocks"
             yield f"  {word} {', '.join(places)}: {what}"
+
+
+def places_by_treatment(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Of the lines of a stack (``as_dict``): what is done, and with which blocks: ``["0–3", "8"]``."""
+    places: dict[str, list[str]] = {}
+    for line in lines:
+        first, last = line["first"], line["last"]
+        places.setdefault(line["what"], []).append(f"{first}" if first == last else f"{first}–{last}")
+    return places
 
 
 def _lines(stack: StackSchedule) -> Iterator[dict[str, Any]]:

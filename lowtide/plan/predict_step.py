@@ -77,6 +77,11 @@ class StepPrediction:
     def peak_bytes(self) -> int:
         return max(self.elsewhere_bytes, self.highest.peak_bytes)
 
+    def fits(self, budget_bytes: int, host_limit_bytes: int | None) -> bool:
+        """host_limit_bytes: how much may wait in CPU memory; None: no limit."""
+        waits = host_limit_bytes is None or self.cpu_bytes <= host_limit_bytes
+        return waits and self.peak_bytes <= budget_bytes
+
     @property
     def highest(self) -> Position:
         """Where backward needs the most; of equals, the one that it comes to first."""

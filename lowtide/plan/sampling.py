@@ -234,6 +234,4 @@ def _assignment(costs: StepCosts, chosen: Mapping[str, Sequence[TreatmentCost]])
 
 
 def _fits(costs: StepCosts, chosen: Mapping[str, Sequence[TreatmentCost]], budget_bytes: int) -> bool:
-    made = predict_step(costs, _assignment(costs, chosen))
-    limit = costs.host_limit_bytes
-    return made.peak_bytes <= budget_bytes and (limit is None or made.cpu_bytes <= limit)
+    return predict_step(costs, _assignment(costs, chosen)).fits(budget_bytes, costs.host_limit_bytes)

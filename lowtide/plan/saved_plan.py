@@ -78,11 +78,7 @@ def loads(text: str, where: str = "the plan") -> SavedPlan:
 def _schedule_dict(schedule: Schedule) -> dict[str, Any]:
     """Blocks as ``mixed`` writes them, and the segments that they form."""
     stacks = {
-        name: {
-            "blocks": ["+".join((t, *sorted(m))) for t, m in zip(stack.treatments, stack.moves, strict=True)],
-            "segments": list(stack.segments),
-        }
-        for name, stack in schedule.stacks.items()
+        name: {"blocks": list(stack.words), "segments": list(stack.segments)} for name, stack in schedule.stacks.items()
     }
     return {**asdict(schedule), "stacks": stacks}
 

@@ -63,6 +63,11 @@ class StackSchedule:
     def depth(self) -> int:
         return len(self.treatments)
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Of each block, as ``mixed`` takes them."""
+        return tuple(map(word_of, self.treatments, self.moves))
+
     def blocks_of(self, segment: int) -> tuple[int, ...]:
         return tuple(index for index, number in enumerate(self.segments) if number == segment)
 
@@ -114,6 +119,11 @@ class Schedule:
     @property
     def moves_anything(self) -> bool:
         return any(moves for stack in self.stacks.values() for moves in stack.moves)
+
+
+def word_of(treatment: str, moves: Iterable[str]) -> str:
+    """A treatment, and what of the block waits in CPU memory, as ``mixed`` takes it."""
+    return "+".join((treatment, *sorted(moves)))
 
 
 def mixed(blocks: Sequence[str]) -> StackSchedule:

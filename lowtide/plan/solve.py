@@ -56,11 +56,11 @@ def solve(costs: StepCosts, budget_bytes: int) -> Plan:
     """
     fixed = [_Candidate(made, predict_step(costs, made), name) for name, made in modes.assignments(costs)]
     least = _smallest(costs)
-    if not _fits(costs, least.prediction, budget_bytes):
+    if not least.prediction.fits(budget_bytes, costs.host_limit_bytes):
         raise ConfigError(_nothing_fits(costs, least.prediction, budget_bytes))
     candidates = [*fixed, least]
     best = min(
-        (candidate for candidate in candidates if _fits(costs, candidate.prediction, budget_bytes)),
+        (candidate for candidate in candidates if candidate.prediction.fits(budget_bytes, costs.host_limit_bytes)),
         key=lambda candidate: candidate.prediction.added_ms if candidate.name != modes.PLAIN else -1.0,
     )
     states, within_ms = 0, 0.0
@@ -99,11 +99,6 @@ class _Candidate:
     assignment: Assignment
     prediction: StepPrediction
     name: str | None = None
-
-
-def _fits(costs: StepCosts, prediction: StepPrediction, budget_bytes: int) -> bool:
-    limit_bytes = costs.host_limit_bytes
-    return prediction.peak_bytes <= budget_bytes and (limit_bytes is None or prediction.cpu_bytes <= limit_bytes)
 
 
 def _alternative(candidate: _Candidate) -> Alternative:

@@ -8,6 +8,8 @@ from pathlib import Path
 _GROUPS = Path("/proc/self/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 _ROOT = Path("/sys/fs/cgroup")
+SHARE_OF_MACHINE = 0.6
+"""Of what a process may have, that offload takes."""
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,12 @@ class HostMemory:
 
     limit_bytes: int
     available_bytes: int
+
+
+def share_of_host_bytes() -> int | None:
+    """How much CPU memory offload takes at most; None where the system does not say what there is."""
+    memory = host_memory()
+    return None if memory is None else int(SHARE_OF_MACHINE * memory.limit_bytes)
 
 
 def host_memory() -> HostMemory | None:

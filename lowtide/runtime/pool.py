@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-from lowtide.runtime.host_memory import HostMemory, host_memory
+from lowtide.runtime.host_memory import SHARE_OF_MACHINE, HostMemory, host_memory
 from lowtide.units import format_bytes
 
 _PAGE = mmap.PAGESIZE
-SHARE_OF_MACHINE = 0.6
 _SHARE_OF_FREE = 0.9
 _SLACK = 1.25  # how much more than the largest step the pool may hold before it gives buffers of unused sizes back
 _LOOSEST = 2  # a buffer at most this many times too large is taken rather than a new one allocated

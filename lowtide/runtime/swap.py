@@ -35,11 +35,11 @@ class Interceptor(Protocol):
     def active(self) -> bool: ...
 
     def run(
-        self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], /
     ) -> Any: ...
 
     def run_eagerly(
-        self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], /
     ) -> Any: ...
 
 
@@ -47,31 +47,25 @@ class Routes:
     """An interceptor that passes calls on to another one, which may change: the classes that were generated for it are
     used again, so that what was compiled for them stays valid."""
 
+    _target: Interceptor
+
     def __init__(self) -> None:
         self.classes: dict[type[nn.Module], type[nn.Module]] = {}
-        self._target: Interceptor | None = None
 
     def to(self, target: Interceptor) -> "Routes":
+        """The same, leading there. Before this it leads nowhere, and nothing can be intercepted with it."""
         self._target = target
         return self
 
     @property
     def active(self) -> bool:
-        return self._target is not None and self._target.active
+        return self._target.active
 
-    def run(
-        self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if self._target is None:
-            return original(module, *args, **kwargs)
-        return self._target.run(original, module, args, kwargs)
+    def run(self, *call: Any) -> Any:
+        return self._target.run(*call)
 
-    def run_eagerly(
-        self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if self._target is None:
-            return original(module, *args, **kwargs)
-        return self._target.run_eagerly(original, module, args, kwargs)
+    def run_eagerly(self, *call: Any) -> Any:
+        return self._target.run_eagerly(*call)
 
 
 def rebuild(original: type[nn.Module]) -> nn.Module:

@@ -12,7 +12,6 @@ Nothing else may tell that it failed. Rules:
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from lowtide.attaching import attach
 from lowtide.auto.handle import AutoHandle
 from lowtide.controls import CheckpointConfig
 from lowtide.errors import ConfigError
-from lowtide.handle import Handle
+from lowtide.handle import Attachment, Handle
 from lowtide.measure.held import trace_held
 from lowtide.measure.meta_copy import casting_as, on_meta, shapes_of
 from lowtide.plan.held import HeldTrace
@@ -48,7 +47,7 @@ _WHAT_TO_DO = (
 )
 
 
-class Attached:
+class Attached(Attachment):
     """The model of a run under the setting that it has come to. A context manager, after which it is detached."""
 
     def __init__(self, model: nn.Module, family: str, config: CheckpointConfig) -> None:
@@ -70,12 +69,7 @@ class Attached:
     def _attach(self) -> Handle | AutoHandle:
         return attach(self.model, family=self.family, **self.config.attach_arguments())
 
-    def __enter__(self) -> "Attached":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def detach(self) -> None:
         self.handle.detach()
 
 

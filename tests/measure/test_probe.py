@@ -2,12 +2,9 @@
 
 import copy
 import pickle
-from collections.abc import Mapping
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import lowtide
 from lowtide.controls import CheckpointConfig
@@ -17,7 +14,7 @@ from lowtide.measure.probe import StepProbe
 from lowtide.plan.schedule import Schedule, mixed
 from lowtide.runtime.resolve import resolve
 from lowtide.runtime.swap import Routes
-from tests.runtime.toys import Block, Chain, chain, inputs, step
+from tests.runtime.toys import Block, Chain, Residual, assert_equal, chain, compile_each, inputs, step
 
 CPU = torch.device("cpu")
 
@@ -41,7 +38,7 @@ def test_gradients_and_hooks_are_as_before() -> None:
         probe = StepProbe(resolve(model, None), CPU).start()
         watched = step(model, lambda: model(x))
         assert probe.stop() is not None
-    assert all(torch.equal(plain[name], value) for name, value in watched.items())  # type: ignore[arg-type]
+    assert_equal(plain, watched)
     assert not any(block._forward_hooks or block._forward_pre_hooks for block in model.blocks)
     assert {type(block) for block in model.blocks} == {Block}
 
@@ -57,42 +54,20 @@ def test_an_attached_and_watched_block_is_copied_as_what_it_was() -> None:
             lowtide.attach(model)
 
 
-class Compiled(nn.Module):
-    """Composite, so that it is a block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(x).relu())
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 def test_a_block_is_compiled_once_for_all_handles_and_once_for_all_probes() -> None:
-    model, x = Chain([Compiled() for _ in range(4)]), inputs()
-    compiled = []
-
-    def backend(graph: Any, example: Any) -> Any:
-        compiled.append(graph)
-        return graph.forward
-
-    for block in model.blocks:
-        block.compile(backend=backend)  # type: ignore[operator]
+    model, x = Chain([Residual(16) for _ in range(4)]), inputs()
+    compiled = compile_each(model)
     plain = step(model, lambda: model(x))
     alone = len(compiled)
     config, routes, watching = CheckpointConfig(gradient_checkpointing=False), Routes(), Routes()
     for words in (["kept"] * 4, ["whole"] * 4, ["whole", "kept"] * 2, ["kept", "whole"] * 2) * 3:
         schedule = Schedule({"blocks": mixed(words)})
         with attach_as(model, config, schedule, routes=routes) as handle:
-            assert _same(plain, step(model, lambda: model(x)))
+            assert_equal(plain, step(model, lambda: model(x)))
             probe = StepProbe(handle.stacks, CPU, routes=watching).start()
-            assert _same(plain, step(model, lambda: model(x)))
+            assert_equal(plain, step(model, lambda: model(x)))
             seen = probe.stop()
             assert handle.receipt().totals["recompute_calls"] == words.count("whole")
         assert seen is not None and len(seen.times) == 4
     assert alone < len(compiled) <= 3 * alone  # plain, attached, watched
-
-
-def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

@@ -1,6 +1,7 @@
 """Small blocks for engine tests, and the comparison with a plain run."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,17 @@ class Block(nn.Module):
         return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
 
 
+class Residual(nn.Module):
+    """Composite, so that it is a block, and without a count, so that it compiles once."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
 class Chain(nn.Module):
     """Blocks in a row, with ``glue(index, x)`` after each."""
 
@@ -49,6 +61,23 @@ class Chain(nn.Module):
 def chain(depth: int = 4, **options: float) -> Chain:
     torch.manual_seed(0)
     return Chain([Block(**options) for _ in range(depth)])  # type: ignore[arg-type]
+
+
+def compile_each(model: Chain) -> list[Any]:
+    """Compile every block by itself, to run as it is; returns the graphs, which come when blocks are called.
+
+    What other tests of this process have compiled is forgotten first: it would be used again for the same class.
+    """
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph: Any, example: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    for block in model.blocks:
+        block.compile(backend=backend)  # type: ignore[operator]
+    return graphs
 
 
 def inputs(rows: int = 6, width: int = 16) -> torch.Tensor:
