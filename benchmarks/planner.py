@@ -34,8 +34,10 @@ from lowtide.plan.schedule import Schedule, mixed
 from lowtide.testing import cpu_offload
 from lowtide.units import format_bytes
 
-SETTLED_AFTER = 14
-"""Steps after which ``auto`` has measured all that it measures."""
+MOST_STEPS = 20
+"""Within which ``auto`` has to settle."""
+ENOUGH_S = 2.0
+"""Of timed steps: no further one is begun after two."""
 WORDS = (
     "kept", "kept+attention", "kept+saved", "ffn", "ffn+boundary", "ffn+boundary+attention", "selective",
     "selective+boundary+attention", "whole", "whole+boundary",
@@ -59,6 +61,8 @@ def measure(task: Task, device: str, warm_up: int, steps: int) -> dict[str, Any]
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     for _ in range(steps):
+        if len(times) > 1 and sum(times) > ENOUGH_S:
+            break
         start = time.perf_counter()
         task.step()
         if device == "cuda":
@@ -83,7 +87,7 @@ def fixed(task: Task, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         clear(options.device)
         try:
             with nullcontext() if mode == NONE else lowtide.attach(task.model, **ATTACHED[mode], **options.more):
-                yield {"setting": mode, **measure(task, options.device, 2, options.steps)}
+                yield {"setting": mode, **measure(task, options.device, options.warm_up, options.steps)}
         except (ConfigError, torch.OutOfMemoryError) as error:
             yield {"setting": mode, "failed": f"{type(error).__name__}: {error}"[:200]}
         for tensor in task.trained:
@@ -101,7 +105,7 @@ def chosen(task: Task, budget: int, options: argparse.Namespace) -> dict[str, An
             first = measure(task, options.device, 0, 1)
             assert handle.plan is not None
             line["cold"] = {**first, "predicted_bytes": handle.plan.prediction.peak_bytes}
-            measure(task, options.device, 0, SETTLED_AFTER - 1)
+            line["steps"] = 1 + until_settled(task, handle)
             line["settled_s"] = time.perf_counter() - start
             if options.device == "cuda":
                 line["most_reserved_bytes"] = max(first["reserved_bytes"], torch.cuda.max_memory_reserved())
@@ -119,6 +123,15 @@ def chosen(task: Task, budget: int, options: argparse.Namespace) -> dict[str, An
     return line
 
 
+def until_settled(task: Task, handle: AutoHandle) -> int:
+    """Steps made. The last one is the first under the schedule that stays."""
+    for number in range(1, MOST_STEPS):
+        task.step()
+        if handle.settled:
+            return number
+    raise RuntimeError(f"auto has not settled within {MOST_STEPS} steps")
+
+
 def at_random(task: Task, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Schedules of two to four treatments in a random mixture, block by block."""
     draw = random.Random(0)
@@ -131,7 +144,7 @@ def at_random(task: Task, options: argparse.Namespace) -> Iterator[dict[str, Any
             )
             clear(options.device)
             with lowtide.attach(task.model, schedule=schedule, **options.more):
-                yield {"setting": f"random {number}", "words": words, **measure(task, options.device, 2, options.steps)}
+                yield {"setting": f"random {number}", "words": words, **measure(task, options.device, options.warm_up, options.steps)}
         except (ConfigError, torch.OutOfMemoryError) as error:
             yield {"setting": f"random {number}", "words": words, "failed": f"{type(error).__name__}: {error}"[:200]}
 
@@ -165,6 +178,7 @@ def main() -> None:
     parser.add_argument("works", nargs="+", metavar="WORK", help="a family, or synthetic:BLOCKSxTOKENS")
     parser.add_argument("--budgets", type=int, default=5, metavar="N")
     parser.add_argument("--random", type=int, default=20, metavar="N", help="random schedules to compare with")
+    parser.add_argument("--warm-up", type=int, default=2, metavar="N", help="steps of each setting before that")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="timed steps of each setting")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--size", choices=("real", "tiny"), default="real")

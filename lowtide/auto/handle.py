@@ -35,7 +35,7 @@ from lowtide.measure.meter import meter_of
 from lowtide.measure.probe import Probed, StepProbe
 from lowtide.plan.schedule import Schedule, keep_all
 from lowtide.plan.solve import Plan
-from lowtide.runtime.link import simulated
+from lowtide.runtime.link import can_offload
 from lowtide.runtime.receipt import Receipt
 from lowtide.runtime.resolve import ResolvedStack, resolve
 from lowtide.runtime.swap import Routes, intercept, release
@@ -207,7 +207,7 @@ class AutoHandle(Attachment):
         return self._measuring(planner)
 
     def _new_planner(self) -> Planner:
-        can_move = self._device.type != "cpu" or simulated.get()
+        can_move = can_offload(self._device)
         size_bytes = budget_bytes(self.config.vram_budget)
         return Planner(self._root, self._rows, self._device, size_bytes, self.config.offload_min_bytes, can_move)
 

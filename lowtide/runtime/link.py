@@ -17,6 +17,11 @@ simulated: contextvars.ContextVar[bool] = contextvars.ContextVar("lowtide offloa
 """Whether offload of CPU tensors is on: see lowtide.testing.cpu_offload."""
 
 
+def can_offload(device: torch.device) -> bool:
+    """Whether what is there may wait in CPU memory: beside an accelerator, or where offload is simulated."""
+    return device.type != "cpu" or simulated.get()
+
+
 class Times:
     """Milliseconds of copying, and of the computation's standing still for it. Read when the device is done."""
 

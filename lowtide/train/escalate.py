@@ -27,6 +27,7 @@ from lowtide.measure.held import trace_held
 from lowtide.measure.meta_copy import casting_as, on_meta, shapes_of
 from lowtide.plan.held import HeldTrace
 from lowtide.plan.schedule import IN_SEGMENTS
+from lowtide.runtime.link import can_offload
 from lowtide.runtime.resolve import ResolvedStack, resolve
 from lowtide.train.cache import Cached
 from lowtide.train.config import TrainConfig, TrainKeys
@@ -37,7 +38,7 @@ from lowtide.train.loop import Updater, load_batch
 from lowtide.train.memory import give_back
 from lowtide.train.report import setting_name
 from lowtide.train.resume import RunState
-from lowtide.train.settings import can_offload, most_bytes, most_bytes_under, short_keys
+from lowtide.train.settings import most_bytes, most_bytes_under, short_keys
 from lowtide.units import format_bytes
 
 _WHAT_TO_DO = (
@@ -122,7 +123,7 @@ class Escalation:
                 f"No other setting was tried, for their memory cannot be predicted: {problem}. {_WHAT_TO_DO}"
             )
             return None
-        config, can_move = self.attached.config, can_offload(self.attached.model)
+        config, can_move = self.attached.config, can_offload(self.updater.device)
         failed = Rung(config, most_bytes_under(self.attached.handle.schedule, trace, config.offload_min_bytes))
         rungs = [Rung(other, most_bytes(other, stacks, trace)) for other in ladder(config, stacks, can_move)]
         lower = next((rung for rung in rungs if rung.peak_bytes < failed.peak_bytes), None)
@@ -207,7 +208,7 @@ def setting_of(state: RunState, config: TrainConfig, model: nn.Module, say: Call
     if not state.setting:
         return config.checkpointing
     setting = CheckpointConfig(**state.setting)
-    if setting.moves and not can_offload(model):
+    if setting.moves and not can_offload(next(model.parameters()).device):
         return config.checkpointing  # it has come to a machine without an accelerator
     say(f"checkpointing: {_name(setting)}, for memory ran out with {_name(config.checkpointing)}")
     return setting

@@ -3,15 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
-
 from lowtide import families
 from lowtide.controls import CheckpointConfig
 from lowtide.handle import schedule_for, without_last_round_trip
 from lowtide.measure.held import trace_held
 from lowtide.plan.held import Held, HeldTrace, predict
 from lowtide.plan.schedule import KEPT, Schedule
-from lowtide.runtime.link import simulated
+from lowtide.runtime.link import can_offload
 from lowtide.runtime.resolve import ResolvedStack, resolve
 from lowtide.train.families.base import Denoiser
 from lowtide.train.flow import Batch, Noised
@@ -47,7 +45,8 @@ def compare_settings(
     """
     stacks = resolve(denoiser.model, families.find(family).stacks)
     trace = trace_held(denoiser.model, stacks, denoiser.arguments(noised.latents, noised.sigmas, batch.text))
-    offered = [config for config in _offered(ran) if not config.moves or can_offload(denoiser.model)]
+    moves = can_offload(next(denoiser.model.parameters()).device)
+    offered = [config for config in _offered(ran) if moves or not config.moves]
     if ran not in offered:
         offered.append(ran)
     return [_entry(config, stacks, trace, schedule if config == ran else None) for config in offered]
@@ -58,11 +57,6 @@ def _offered(ran: CheckpointConfig) -> list[CheckpointConfig]:
     alike = {"offload_min_bytes": ran.offload_min_bytes}
     alike["offload_pin_memory_max_buckets"] = ran.offload_pin_memory_max_buckets
     return [CheckpointConfig(**keys, **alike) for keys in OFFERED]
-
-
-def can_offload(model: nn.Module) -> bool:
-    """Whether settings that offload can run where the model is."""
-    return simulated.get() or next(model.parameters()).device.type != "cpu"
 
 
 def _entry(

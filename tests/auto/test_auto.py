@@ -20,6 +20,7 @@ from lowtide.measure.parity import compare, run_step
 from lowtide.plan.costs import FORECAST, MEASURED
 from lowtide.plan.schedule import KEPT
 from tests.auto.models import STEPS, attached, budget_for, dropping, peaks
+from tests.contract.conftest import EVERY_MODE
 from tests.runtime.toys import assert_equal, step
 
 pytestmark = pytest.mark.usefixtures("offload")
@@ -34,7 +35,15 @@ def ran_as_planned(handle: AutoHandle) -> bool:
     )
 
 
-@pytest.mark.parametrize("key", ["flux1", "sd3_medium", "sdxl", "wan21_1_3b", "hunyuan_video_15", "stable_cascade_c"])
+ROWS = [
+    row.key
+    for row in families.all_families()
+    if EVERY_MODE or row.key in ("flux1", "sd3_medium", "sdxl", "wan21_1_3b", "hunyuan_video_15", "stable_cascade_c")
+]
+"""All of them where LOWTIDE_EVERY_MODE is set: minutes."""
+
+
+@pytest.mark.parametrize("key", ROWS)
 def test_every_step_has_the_gradients_of_a_plain_run(key: str) -> None:
     row: Family = families.find(key)
     model = build_model(row, "tiny").train(row.train_mode)
