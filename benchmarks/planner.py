@@ -144,7 +144,11 @@ def at_random(task: Task, options: argparse.Namespace) -> Iterator[dict[str, Any
             )
             clear(options.device)
             with lowtide.attach(task.model, schedule=schedule, **options.more):
-                yield {"setting": f"random {number}", "words": words, **measure(task, options.device, options.warm_up, options.steps)}
+                yield {
+                    "setting": f"random {number}",
+                    "words": words,
+                    **measure(task, options.device, options.warm_up, options.steps),
+                }
         except (ConfigError, torch.OutOfMemoryError) as error:
             yield {"setting": f"random {number}", "words": words, "failed": f"{type(error).__name__}: {error}"[:200]}
 

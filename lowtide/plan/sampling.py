@@ -5,14 +5,14 @@ training step like any other: its gradients are those of a plain run.
 """
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from lowtide.plan.assignment import Assignment, without_last_move
 from lowtide.plan.costs import MEASURED, BlockKind, LinkRates, StepCosts, TreatmentCost
 from lowtide.plan.predict_step import predict_step
-from lowtide.plan.schedule import BOUNDARY, FFN, KEPT, SELECTIVE, WHOLE
+from lowtide.plan.schedule import BOUNDARY, FFN, KEPT, SAVED, SELECTIVE, WHOLE
 
 _T = TypeVar("_T")
 SAMPLED = (KEPT, FFN, SELECTIVE, WHOLE)
@@ -34,13 +34,12 @@ class Sample:
 def sampling(costs: StepCosts, budget_bytes: int) -> Assignment | None:
     """Whole blocks, and on some blocks of each kind one of the other treatments each, as far as they fit.
 
-    None where not even whole blocks fit.
+    Where whole blocks do not fit, all that is saved moves instead; None where that does not fit either.
     """
-    chosen = {
-        name: [_base(costs.kinds[kind], costs.link is not None) for kind in kinds]
-        for name, kinds in costs.stacks.items()
-    }
-    if not _fits(costs, chosen, budget_bytes):
+    moves = costs.link is not None
+    bases = [_whole(costs, moves), _moving(costs)] if moves else [_whole(costs, moves)]
+    chosen = next((base for base in bases if _fits(costs, base, budget_bytes)), None)
+    if chosen is None:
         return None
     for stack, index, cost in _wanted(costs):
         before = chosen[stack][index]
@@ -204,10 +203,23 @@ def _alone(
             index += cost.blocks
 
 
-def _base(kind: BlockKind, moves: bool) -> TreatmentCost:
-    """The whole block, its input in CPU memory where it can be; a block that has no such way is kept."""
-    whole = kind.by_way.get((WHOLE, frozenset(), 1), kind.plain)
-    return kind.by_way.get((WHOLE, frozenset({BOUNDARY}), 1), whole) if moves and whole is not kind.plain else whole
+def _whole(costs: StepCosts, moves: bool) -> dict[str, list[TreatmentCost]]:
+    """Each block recomputed whole, its input in CPU memory where it can be; where there is no such way it is kept."""
+
+    def of(kind: BlockKind) -> TreatmentCost:
+        whole = kind.by_way.get((WHOLE, frozenset(), 1), kind.plain)
+        return kind.by_way.get((WHOLE, frozenset({BOUNDARY}), 1), whole) if moves and whole is not kind.plain else whole
+
+    return _each(costs, of)
+
+
+def _moving(costs: StepCosts) -> dict[str, list[TreatmentCost]]:
+    """Nothing recomputed; what each block saves waits in CPU memory."""
+    return _each(costs, lambda kind: kind.by_way.get((KEPT, frozenset({SAVED}), 1), kind.plain))
+
+
+def _each(costs: StepCosts, of: Callable[[BlockKind], TreatmentCost]) -> dict[str, list[TreatmentCost]]:
+    return {name: [of(costs.kinds[kind]) for kind in kinds] for name, kinds in costs.stacks.items()}
 
 
 def _wanted(costs: StepCosts) -> Iterator[tuple[str, int, TreatmentCost]]:

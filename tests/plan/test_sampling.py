@@ -18,7 +18,7 @@ from lowtide.plan.sampling import (
     with_bytes,
     with_copies_taking,
 )
-from lowtide.plan.schedule import BOUNDARY, FFN, KEPT, SELECTIVE, WHOLE
+from lowtide.plan.schedule import BOUNDARY, FFN, KEPT, SAVED, SELECTIVE, WHOLE
 from tests.plan.chains import steps
 
 MOVED = frozenset({BOUNDARY})
@@ -72,6 +72,18 @@ def test_a_tight_budget_leaves_out_what_does_not_fit() -> None:
     assert sampling(COSTS, 100) is None
     counted = [cost.treatment for chosen in made.values() for cost in chosen]
     assert counted.count(WHOLE) > 11
+
+
+def test_where_whole_blocks_do_not_fit_all_that_is_saved_moves() -> None:
+    moving = TreatmentCost(KEPT, frozenset({SAVED}), cpu_bytes=4, working_bytes=2, copied_bytes=4)
+    kinds = {}
+    for name, kind in COSTS.kinds.items():
+        plain, *others = kind.treatments
+        ways = (plain, *(replace(cost, working_bytes=90) for cost in others), moving)
+        kinds[name] = replace(kind, treatments=ways)
+    made = sampling(replace(COSTS, kinds=kinds), 130)
+    assert made is not None and moving in made["s"] and moving in made["t"]
+    assert all(cost.treatment == KEPT for chosen in made.values() for cost in chosen)
 
 
 def truth(times: float) -> StepCosts:
