@@ -111,13 +111,15 @@ def open_target(
     configuration decides.
 
     A name wins over a folder of that name: write ``./flux1`` for the folder.
-    Raises ConfigError if it is neither: names the nearest families, or what a folder must hold.
+    Raises ConfigError if it is neither, or nothing: names the nearest families, or what a folder must hold.
     """
     text = str(name_or_folder)
     if families.known(text):
         family = families.find(text)
         model = build_model(family, size, device=device, dtype=dtype)
         return Target(family.title, model, family, _configuration(family, size), {})
+    if not text.strip():
+        raise ConfigError(f"no model is named. {_expected()}")
     if not _is_path(text):
         raise ConfigError(f"{families.unknown(text)}. There is no folder of that name either")
     model = load_model(text, device=device, dtype=dtype)

@@ -25,6 +25,8 @@ from lowtide.runtime.flatten import tensors_of
 from lowtide.runtime.resolve import ResolvedStack
 from lowtide.runtime.selective import MOST_KEPT
 
+_TOO_LARGE = "overflow"  # so torch says that no memory could hold a tensor
+
 
 def trace_held(
     model: nn.Module, stacks: Sequence[ResolvedStack], inputs: Mapping[str, Any], *, as_on_gpu: bool = False
@@ -90,10 +92,14 @@ def _forward(model: nn.Module, inputs: Mapping[str, Any], tracer: "_Tracer") -> 
     except (ConfigError, RuntimeError) as error:
         if not tracer.on_meta:
             raise
+        if _TOO_LARGE in str(error):
+            raise ConfigError(f"{type(model).__name__} cannot be this large: {error}") from error
         raise ConfigError(
             f"the forward of {type(model).__name__} cannot run on the meta device: {tracer.place}"
             f"{str(error).partition('. ')[0]}. Trace its tiny configuration on the CPU instead"
         ) from error
+    except ValueError as error:  # sizes that the model itself refuses
+        raise ConfigError(f"the forward of {type(model).__name__} does not take these inputs: {error}") from error
 
 
 class _Saved:

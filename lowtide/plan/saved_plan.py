@@ -55,7 +55,7 @@ def dumps(plan: Plan, conditions: dict[str, str] | None = None) -> str:
 def loads(text: str, where: str = "the plan") -> SavedPlan:
     """where: how to name the file to people."""
     try:
-        data = json.loads(text)
+        data = json.loads(text, parse_constant=_no_number)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{where} is no JSON: {error.msg} in line {error.lineno}") from error
     except (ValueError, RecursionError) as error:
@@ -73,6 +73,10 @@ def loads(text: str, where: str = "the plan") -> SavedPlan:
     for name, value in conditions.items():
         reader.of_type(value, str, f"conditions.{name}")
     return SavedPlan(reader.plan(data["plan"]), conditions)
+
+
+def _no_number(constant: str) -> float:
+    raise ValueError(f"{constant} is no figure that a plan can have")
 
 
 def _schedule_dict(schedule: Schedule) -> dict[str, Any]:
@@ -115,6 +119,8 @@ class _Reader:
         data = self.of_type(data, dict, "plan.schedule")
         self.check_keys(data, {field.name for field in fields(Schedule)}, "plan.schedule.")
         stacks = self.of_type(data["stacks"], dict, "plan.schedule.stacks")
+        if not stacks:
+            raise self._error("plan.schedule.stacks", "is empty")
         built = {name: self._stack(stack, f"plan.schedule.stacks.{name}") for name, stack in stacks.items()}
         return Schedule(built, data["in_flight_bytes"], data["prefetch_bytes"])
 

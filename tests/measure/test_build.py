@@ -122,6 +122,12 @@ def test_a_missing_folder_says_what_was_expected(name):
         open_target(name)
 
 
+@pytest.mark.parametrize("name", ["", " "])
+def test_no_name_is_not_the_folder_one_is_in(name):
+    with pytest.raises(ConfigError, match="no model is named. Expected the name of a family"):
+        open_target(name)
+
+
 def test_a_word_that_is_neither_family_nor_folder():
     with pytest.raises(ConfigError, match=r"Did you mean flux1.*no folder of that name"):
         open_target("flux11")

@@ -278,6 +278,17 @@ class _Reader(nn.Module):
         return hidden * hidden.sum().item(), hidden
 
 
+class _Repeating(nn.Module):
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def forward(self, hidden: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.rows < 0:
+            raise ValueError("more than nothing is needed")
+        return hidden.new_empty(self.rows, WIDTH).sum() + hidden, hidden
+
+
 class _NeedsMore(nn.Module):
     def forward(self, hidden: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return transforms.resize(hidden), hidden  # noqa: F821  # pyright: ignore
@@ -290,6 +301,18 @@ def test_a_forward_that_reads_values_says_where_and_that_it_cannot_run_on_the_me
     hidden = torch.empty(ROWS, WIDTH, device="meta")
     with pytest.raises(ConfigError, match=r"_Model cannot run on the meta device: in blocks\.1\.ff, it reads values "):
         trace_held(model, stacks, {"hidden": hidden})
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [(2**62, "_Model cannot be this large: "), (-1, "the forward of _Model does not take these inputs: more than ")],
+)
+def test_sizes_that_no_memory_holds_or_the_model_refuses(rows, message):
+    model = _Model().to("meta")
+    stacks = resolve(model, STACKS)
+    model.blocks[1].ff = _Repeating(rows)
+    with pytest.raises(ConfigError, match=message):
+        trace_held(model, stacks, {"hidden": torch.empty(ROWS, WIDTH, device="meta")})
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

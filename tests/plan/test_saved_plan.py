@@ -204,6 +204,8 @@ def _changed(change) -> str:
             lambda d: _blocks(d).update(blocks=["whole", "kept"] * 3, segments=[0, None, 0, None, 1, None]),
             "block 2 is in segment 0, as block 0 is, and block 1 between them is not",
         ),
+        (lambda d: d["plan"]["schedule"].update(stacks={}), "plan.schedule.stacks is empty"),
+        (lambda d: d["plan"]["prediction"].update(extra_ms=float("nan")), "NaN is no figure that a plan can have"),
         (lambda d: d["plan"]["schedule"].update(in_flight_bytes=-1), "in_flight_bytes: -1 is not allowed"),
     ],
 )

@@ -1,0 +1,67 @@
+"""What ``benchmarks/planner.py`` measured, as Markdown tables: ``auto`` beside the quickest setting that fits.
+
+    python benchmarks/planner_table.py results/planner.jsonl
+
+A setting fits where what PyTorch reserved under it is no more than the budget. ± are a peak over its prediction: of the
+first step, from shapes alone, and of the steps under the schedule that stayed. Lines of one work and machine belong
+together; of a setting that was measured more than once, the last line counts.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from lowtide.units import format_bytes
+
+AUTO = "auto"
+_HEAD = (
+    "| budget | auto reserved | cold | settled | auto | quickest that fits | time over it | predicted time |",
+    "| --- | --- | --- | --- | --- | --- | --- | --- |",
+)
+
+Line = dict[str, Any]
+
+
+def works(lines: Iterable[Line]) -> dict[str, dict[tuple[str, int | None], Line]]:
+    """The last line of every setting and budget, by work."""
+    found: dict[str, dict[tuple[str, int | None], Line]] = {}
+    for line in lines:
+        found.setdefault(line["work"], {})[line["setting"], line.get("budget_bytes")] = line
+    return found
+
+
+def rows(settings: Iterable[Line]) -> Iterator[str]:
+    measured = list(settings)
+    others = [line for line in measured if line["setting"] != AUTO and "failed" not in line]
+    for line in measured:
+        if line["setting"] == AUTO:
+            yield row(line, [other for other in others if other["reserved_bytes"] <= line["budget_bytes"]])
+
+
+def row(line: Line, fitting: list[Line]) -> str:
+    best = min(fitting, key=lambda other: other["step_s"], default=None)
+    quickest = "none" if best is None else f"{best['setting']} {1e3 * best['step_s']:.0f} ms"
+    budget = format_bytes(line["budget_bytes"])
+    if "failed" in line:
+        return f"| {budget} | {line['failed'].splitlines()[0][:90]} | | | | {quickest} | | |"
+    cold = line["cold"]["peak_bytes"] / line["cold"]["predicted_bytes"] - 1
+    settled = line["peak_bytes"] / line["predicted_bytes"] - 1
+    over = "" if best is None else f"{line['step_s'] / best['step_s'] - 1:+.1%}"
+    return (
+        f"| {budget} | {format_bytes(line['most_reserved_bytes'])} | {cold:+.1%} | {settled:+.1%} | "
+        f"{1e3 * line['step_s']:.0f} ms | {quickest} | {over} | {line['predicted_ms']:.0f} ms |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    text = parser.parse_args().file.read_text(encoding="utf-8")
+    for work, settings in works(json.loads(line) for line in text.splitlines()).items():
+        print(f"\n{work}\n", *_HEAD, *rows(settings.values()), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
