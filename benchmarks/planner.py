@@ -22,6 +22,7 @@ import torch
 
 import lowtide
 from lowtide.auto.handle import AutoHandle
+from lowtide.auto.planner import Planner
 from lowtide.bench.attention import kernels
 from lowtide.bench.modes import ATTACHED, NONE
 from lowtide.bench.provenance import machine
@@ -29,13 +30,18 @@ from lowtide.bench.record import Condition
 from lowtide.bench.sweep import family_conditions, synthetic_conditions
 from lowtide.bench.works import Task, build
 from lowtide.errors import ConfigError
+from lowtide.handle import rows_for
 from lowtide.keys import AUTO
+from lowtide.measure.meter import meter_of
+from lowtide.measure.probe import StepProbe
 from lowtide.plan.schedule import Schedule, mixed
 from lowtide.testing import cpu_offload
 from lowtide.units import format_bytes
 
 MOST_STEPS = 20
 """Within which ``auto`` has to settle."""
+KEPT_BYTES = "kept bytes"
+"""Name of a line that is no setting."""
 ENOUGH_S = 2.0
 """Of timed steps: no further one is begun after two."""
 WORDS = (
@@ -92,6 +98,32 @@ def fixed(task: Task, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield {"setting": mode, "failed": f"{type(error).__name__}: {error}"[:200]}
         for tensor in task.trained:
             tensor.grad = None
+
+
+def kept(task: Task, options: argparse.Namespace) -> dict[str, Any]:
+    """What all blocks keep in a plain step: as a forecast from shapes says, and as a step shows."""
+    clear(options.device)
+    device, given = torch.device(options.device), []
+    hook = task.model.register_forward_pre_hook(lambda _, *call: given.append(call), with_kwargs=True)
+    probe = StepProbe(task.stacks, device, meter_of(device), each=True).start()
+    task.step()
+    seen = probe.stop()
+    hook.remove()
+    planner = Planner(task.model, rows_for(task.model, None)[1], device, 2**50, 1, can_move=True)
+    planner.forecast(*given[0])
+    assert seen is not None and planner.costs is not None
+    forecast = {
+        name: [planner.costs.kinds[kind].plain.kept_bytes for kind in kinds]
+        for name, kinds in planner.costs.stacks.items()
+    }
+    return {
+        "setting": KEPT_BYTES,
+        "forecast_bytes": forecast,
+        "probed_bytes": {
+            name: [seen.memory[name, index].kept_bytes if seen.memory else 0 for index in range(len(blocks))]
+            for name, blocks in forecast.items()
+        },
+    }
 
 
 def chosen(task: Task, budget: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -164,6 +196,9 @@ def budgets(lines: list[dict[str, Any]], count: int) -> list[int]:
 def in_a_line(line: dict[str, Any]) -> str:
     if "failed" in line:
         return f"{line['setting']}: {line['failed']}"
+    if line["setting"] == KEPT_BYTES:
+        forecast, probed = (sum(map(sum, line[key].values())) for key in ("forecast_bytes", "probed_bytes"))
+        return f"{KEPT_BYTES}: {format_bytes(probed)}, forecast {format_bytes(forecast)}"
     text = f"{line['setting']}: {line['step_s']:.4f} s, {format_bytes(line.get('peak_bytes', 0))}"
     if "budget_bytes" in line:
         off = line.get("peak_bytes", 0) / line["predicted_bytes"] - 1
@@ -203,6 +238,7 @@ def main() -> None:
             task = build(condition_of(work, options.size), options.device)
             print(f"{work}:")
             lines = [keep(line) for line in fixed(task, options)]
+            keep(kept(task, options))
             wanted = budgets(lines, options.budgets) if options.device == "cuda" else [2**30] * options.budgets
             for budget in wanted:
                 keep(chosen(task, budget, options))

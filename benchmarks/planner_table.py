@@ -15,7 +15,7 @@ from typing import Any
 
 from lowtide.units import format_bytes
 
-AUTO = "auto"
+AUTO, KEPT_BYTES = "auto", "kept bytes"
 _HEAD = (
     "| budget | auto reserved | cold | settled | auto | quickest that fits | time over it | predicted time |",
     "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -34,10 +34,18 @@ def works(lines: Iterable[Line]) -> dict[str, dict[tuple[str, int | None], Line]
 
 def rows(settings: Iterable[Line]) -> Iterator[str]:
     measured = list(settings)
-    others = [line for line in measured if line["setting"] != AUTO and "failed" not in line]
+    others = [line for line in measured if line["setting"] != AUTO and "reserved_bytes" in line]
     for line in measured:
         if line["setting"] == AUTO:
             yield row(line, [other for other in others if other["reserved_bytes"] <= line["budget_bytes"]])
+
+
+def kept(settings: Iterable[Line]) -> Iterator[str]:
+    """How well forecasts of kept bytes hold, where they were measured."""
+    for line in settings:
+        if line["setting"] == KEPT_BYTES:
+            forecast, probed = (sum(map(sum, line[key].values())) for key in ("forecast_bytes", "probed_bytes"))
+            yield f"\nAll blocks of a plain step keep {format_bytes(probed)}; the forecast is {forecast / probed - 1:+.2%} off."
 
 
 def row(line: Line, fitting: list[Line]) -> str:
@@ -60,7 +68,7 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     text = parser.parse_args().file.read_text(encoding="utf-8")
     for work, settings in works(json.loads(line) for line in text.splitlines()).items():
-        print(f"\n{work}\n", *_HEAD, *rows(settings.values()), sep="\n")
+        print(f"\n{work}\n", *_HEAD, *rows(settings.values()), *kept(settings.values()), sep="\n")
 
 
 if __name__ == "__main__":
