@@ -10,6 +10,7 @@ from empty caches on.
 import argparse
 import gc
 import json
+import logging.handlers
 import random
 import statistics
 import time
@@ -29,12 +30,15 @@ from lowtide.bench.provenance import machine
 from lowtide.bench.record import Condition
 from lowtide.bench.sweep import family_conditions, synthetic_conditions
 from lowtide.bench.works import Task, build
+from lowtide.cli.options import sizes_of
+from lowtide.controls import CheckpointConfig
 from lowtide.errors import ConfigError
-from lowtide.handle import rows_for
+from lowtide.handle import attach_as, rows_for
 from lowtide.keys import AUTO
 from lowtide.measure.meter import meter_of
 from lowtide.measure.probe import StepProbe
 from lowtide.plan.schedule import Schedule, mixed
+from lowtide.runtime.in_turn import InTurn
 from lowtide.testing import cpu_offload
 from lowtide.units import format_bytes
 
@@ -50,12 +54,12 @@ WORDS = (
 )  # fmt: skip
 
 
-def condition_of(name: str, size: str) -> Condition:
+def condition_of(name: str, size: str, sizes: dict[str, int]) -> Condition:
     kind, _, shape = name.partition(":")
     common: dict[str, Any] = {"size": size, "attention": "no-cudnn", "rank": 16}
     if kind == "synthetic":
         return next(synthetic_conditions([shape], [NONE], ["lora"], **common))
-    return next(family_conditions([name], [NONE], {}, adapter="lora", **common))
+    return next(family_conditions([name], [NONE], sizes, adapter="lora", **common))
 
 
 def measure(task: Task, device: str, warm_up: int, steps: int) -> dict[str, Any]:
@@ -130,6 +134,9 @@ def chosen(task: Task, budget: int, options: argparse.Namespace) -> dict[str, An
     """``auto`` within a budget; cold: the first plan and the peak of the step under it."""
     clear(options.device)
     line: dict[str, Any] = {"setting": "auto", "budget_bytes": budget}
+    told = logging.handlers.BufferingHandler(100)
+    logging.getLogger("lowtide").addHandler(told)
+    logging.getLogger("lowtide").setLevel(logging.INFO)
     try:
         with lowtide.attach(task.model, backend="auto", vram_budget=budget, **options.more) as handle:
             assert isinstance(handle, AutoHandle)
@@ -151,7 +158,10 @@ def chosen(task: Task, budget: int, options: argparse.Namespace) -> dict[str, An
                 "treatments": {name: list(stack.words) for name, stack in handle.schedule.stacks.items()},
             }
     except (ConfigError, torch.OutOfMemoryError) as error:
-        line["failed"] = f"{type(error).__name__}: {error}"[:300]
+        line["failed"] = f"{type(error).__name__}: {error}"[:600]
+    finally:
+        logging.getLogger("lowtide").removeHandler(told)
+    line["log"] = [record.getMessage() for record in told.buffer]
     return line
 
 
@@ -167,6 +177,8 @@ def until_settled(task: Task, handle: AutoHandle) -> int:
 def at_random(task: Task, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Schedules of two to four treatments in a random mixture, block by block."""
     draw = random.Random(0)
+    memory = CheckpointConfig(gradient_checkpointing=False, **options.more)
+    in_turn = InTurn(memory.offload_pin_memory_max_buckets)  # memory that was pinned once is used again
     for number in range(options.random):
         words = draw.sample(WORDS, draw.randint(2, 4))
         weights = [draw.random() for _ in words]
@@ -175,7 +187,7 @@ def at_random(task: Task, options: argparse.Namespace) -> Iterator[dict[str, Any
                 {stack.name: mixed(draw.choices(words, weights, k=len(stack.blocks))) for stack in task.stacks}
             )
             clear(options.device)
-            with lowtide.attach(task.model, schedule=schedule, **options.more):
+            with attach_as(task.model, memory, schedule, in_turn=in_turn):
                 yield {
                     "setting": f"random {number}",
                     "words": words,
@@ -183,6 +195,7 @@ def at_random(task: Task, options: argparse.Namespace) -> Iterator[dict[str, Any
                 }
         except (ConfigError, torch.OutOfMemoryError) as error:
             yield {"setting": f"random {number}", "words": words, "failed": f"{type(error).__name__}: {error}"[:200]}
+    in_turn.close()
 
 
 def budgets(lines: list[dict[str, Any]], count: int) -> list[int]:
@@ -221,8 +234,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="timed steps of each setting")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--size", choices=("real", "tiny"), default="real")
+    parser.add_argument("--set", action="append", default=[], metavar="SIZE=N", help="of families, as in FR=33")
     parser.add_argument("--save", type=Path, metavar="FILE", help="append one JSON line a setting")
     options = parser.parse_args()
+    sizes = sizes_of(options.set)
     options.more = {"offload_min_bytes": 1} if options.size == "tiny" else {}
     where = machine(options.device)
 
@@ -230,12 +245,12 @@ def main() -> None:
         print(in_a_line(line), flush=True)
         if options.save is not None:
             with options.save.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"work": work, **line, "machine": where}) + "\n")
+                file.write(json.dumps({"work": work, "sizes": sizes, **line, "machine": where}) + "\n")
         return line
 
     for work in options.works:
         with cpu_offload() if options.device == "cpu" else nullcontext(), kernels("no-cudnn"):
-            task = build(condition_of(work, options.size), options.device)
+            task = build(condition_of(work, options.size, sizes), options.device)
             print(f"{work}:")
             lines = [keep(line) for line in fixed(task, options)]
             keep(kept(task, options))

@@ -45,7 +45,7 @@ def kept(settings: Iterable[Line]) -> Iterator[str]:
     for line in settings:
         if line["setting"] == KEPT_BYTES:
             forecast, probed = (sum(map(sum, line[key].values())) for key in ("forecast_bytes", "probed_bytes"))
-            yield f"\nAll blocks of a plain step keep {format_bytes(probed)}; the forecast is {forecast / probed - 1:+.2%} off."
+            yield f"\nBlocks of a plain step keep {format_bytes(probed)}, the forecast {forecast / probed - 1:+.2%}."
 
 
 def row(line: Line, fitting: list[Line]) -> str:

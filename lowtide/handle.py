@@ -16,11 +16,12 @@ from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.families.row import Stack
 from lowtide.inert import ignored, inert
 from lowtide.plan.schedule import ATTENTION, FFN, KEPT, MOVES, SELECTIVE, Schedule
+from lowtide.runtime.in_turn import InTurn
 from lowtide.runtime.ledger import BlockRecord, Ledger
 from lowtide.runtime.receipt import BlockReceipt, Copies, Note, Receipt
 from lowtide.runtime.resolve import ResolvedStack, child, resolve
 from lowtide.runtime.store import Store, accelerator_or_simulated
-from lowtide.runtime.swap import Routes, intercept, release
+from lowtide.runtime.swap import intercept, release
 from lowtide.runtime.tracer import Tracer
 from lowtide.runtime.unit import units_of
 
@@ -54,7 +55,7 @@ class Handle(Attachment):
         stacks: list[ResolvedStack],
         schedule: Schedule,
         config: CheckpointConfig,
-        routes: Routes | None = None,
+        in_turn: InTurn | None = None,
     ) -> None:
         self.stacks = stacks
         wanted, schedule = schedule, without_last_round_trip(schedule, [stack.name for stack in stacks])
@@ -62,13 +63,13 @@ class Handle(Attachment):
         self.config = config
         self._stay = held_back(stacks, wanted, schedule)
         self._ignored = tuple(ignored(config, depths_of(stacks, config)))
-        self._store = _store(model, schedule, config)
+        self._store = _store(model, schedule, config, in_turn)
         self._ledger = Ledger(model, self._store)
         units = list(units_of(stacks, schedule, wanted, self._ledger, config.scope))
         self._modules = {name: module for name, module, _ in units}
         intercepted = [(module, unit) for _, module, unit in units]
         self._tracer = Tracer(intercepted, self._ledger, providers(), self._store, entry_points())
-        self._interceptor = self._tracer if routes is None else routes.to(self._tracer)
+        self._interceptor = self._tracer if in_turn is None else in_turn.routes.to(self._tracer)
         intercept(self._modules.items(), self._interceptor)
 
     def receipt(self) -> Receipt:
@@ -164,11 +165,11 @@ def attach_as(
     config: CheckpointConfig,
     schedule: Schedule | None = None,
     family: str | None = None,
-    routes: Routes | None = None,
+    in_turn: InTurn | None = None,
 ) -> Handle:
     """Attach as the controls say, or as a schedule does; then they say only how memory is moved.
 
-    routes: of a model to which several handles are attached in turn.
+    in_turn: of a model to which several handles are attached in turn.
 
     Raises ConfigError for a model that is attached already, a schedule of another model, or offload without an
     accelerator; UnsupportedError where the model cannot run the scope.
@@ -178,10 +179,10 @@ def attach_as(
     stacks = resolve(root, rows)
     if schedule is not None:
         check_schedule(schedule, stacks)
-        return Handle(root, stacks, schedule, config, routes)
+        return Handle(root, stacks, schedule, config, in_turn)
     schedule = schedule_for(stacks, config, type(root).__name__)
     _warn_of_ignored(config, stacks, type(root).__name__)
-    return Handle(root, stacks, schedule, config, routes)
+    return Handle(root, stacks, schedule, config, in_turn)
 
 
 def schedule_for(stacks: list[ResolvedStack], config: CheckpointConfig, model: str = "this model") -> Schedule:
@@ -228,7 +229,7 @@ def held_back(stacks: Sequence[ResolvedStack], wanted: Schedule, schedule: Sched
     }
 
 
-def _store(model: nn.Module, schedule: Schedule, config: CheckpointConfig) -> Store | None:
+def _store(model: nn.Module, schedule: Schedule, config: CheckpointConfig, in_turn: InTurn | None) -> Store | None:
     if not schedule.moves_anything:
         if config.moves:
             accelerator_or_simulated()  # asked for, though nothing comes of it here
@@ -239,6 +240,7 @@ def _store(model: nn.Module, schedule: Schedule, config: CheckpointConfig) -> St
         max_sizes=config.offload_pin_memory_max_buckets,
         in_flight_bytes=schedule.in_flight_bytes,
         prefetch_bytes=schedule.prefetch_bytes,
+        pool=None if in_turn is None else in_turn.pool(),
     )
 
 

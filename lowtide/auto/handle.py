@@ -7,8 +7,8 @@ Every step is a training step with the gradients of a plain run. The first ones 
 3. the plan from measured times, the plan from what that one then took, and the best that moves nothing, a few steps
    each. What was quickest stays.
 
-A forward with more elements than any before begins anew, from what is known by then. Where the plain run fits, it
-stays with that, and measures nothing but its peak.
+A forward with more elements than any before begins anew, from what is known by then; so does one after a step that ran
+out of memory, with more room to spare. Where the plain run fits, it stays with that, and measures nothing but its peak.
 """
 
 import functools
@@ -35,6 +35,7 @@ from lowtide.measure.meter import meter_of
 from lowtide.measure.probe import Probed, StepProbe
 from lowtide.plan.schedule import Schedule, keep_all
 from lowtide.plan.solve import Plan
+from lowtide.runtime.in_turn import InTurn
 from lowtide.runtime.link import can_offload
 from lowtide.runtime.receipt import Receipt
 from lowtide.runtime.resolve import ResolvedStack, resolve
@@ -68,7 +69,7 @@ class AutoHandle(Attachment):
             offload_min_bytes=config.offload_min_bytes,
         )
         self._family = family
-        self._routes, self._watching = Routes(), Routes()
+        self._in_turn, self._watching = InTurn(config.offload_pin_memory_max_buckets), Routes()
         stacks = resolve(self._root, rows)
         self._handle = self._attached(Schedule({stack.name: keep_all(len(stack.blocks)) for stack in stacks}))
         self._rows = rows
@@ -128,6 +129,7 @@ class AutoHandle(Attachment):
         release([self._root], self)
         self._stop_probe()
         self._handle.detach()
+        self._in_turn.close()
         if self._limit is not None:
             self._limit.lift()
 
@@ -162,8 +164,11 @@ class AutoHandle(Attachment):
         elif size != largest:
             self._seen = seen  # it fits where the largest one does, and its times would mislead
         elif self._steps is not None and self._planner is not None:
-            self._planner.begin_step()
-            self._go_on(self._steps, seen)
+            if seen is None and self._planner.ran_out():
+                self._go_on(self._begin(args, kwargs), None)
+            else:
+                self._planner.begin_step()
+                self._go_on(self._steps, seen)
 
     def _go_on(self, steps: Steps, seen: Probed | None) -> None:
         self._steps = None
@@ -258,6 +263,8 @@ class AutoHandle(Attachment):
         """why: it is taken, for people."""
         self.plan = plan
         self._change(plan.schedule)
+        if why == _SETTLED and not plan.schedule.moves_anything:
+            self._in_turn.trim()
         _log.info("auto: %s: %s", why, in_short(plan))
         return plan
 
@@ -271,7 +278,7 @@ class AutoHandle(Attachment):
 
     def _attached(self, schedule: Schedule) -> Handle:
         self._running = schedule
-        return attach_as(self._root, self._memory, schedule, self._family, self._routes)
+        return attach_as(self._root, self._memory, schedule, self._family, self._in_turn)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ class Lying:
         self._meter = meter
         self._expected = residents(model, inputs)
         self._ran = False
+        self._failures = 0 if meter is None else meter.failures()
 
     @property
     def reserved_bytes(self) -> int:
@@ -38,6 +39,13 @@ class Lying:
     def to_come_bytes(self) -> int:
         """What the first update will put there: states of the optimizer, as AdamW has them."""
         return 0 if self.updated or self._meter is None else self._expected.states_bytes
+
+    def ran_out(self) -> bool:
+        """Whether the allocator has had too little since the last call."""
+        if self._meter is None:
+            return False
+        before, self._failures = self._failures, self._meter.failures()
+        return self._failures > before
 
     def _missing_gradients(self) -> int:
         trained = (weight for weight in self._model.parameters() if weight.requires_grad)

@@ -34,7 +34,9 @@ from lowtide.units import format_bytes
 
 _CAUTION = 0.1
 """Of the room for activations, left free as long as nothing is measured: forecasts of peaks err by some percent."""
-_MOST_SPARE = 0.1  # of a budget: reserved memory may be left over from before the step
+_MARGIN = 0.03
+"""Of the room for activations, left free for pieces that fit nothing: those of an untried schedule are not known."""
+_MOST_SPARE = 0.06  # of a budget: reserved memory may be left over from before the step
 _ON_CPU = "RTX 4090"  # there, figures of some card stand in until steps are measured
 
 
@@ -43,6 +45,7 @@ class Planner:
     """The costs of one model's step. rows: of its stacks. can_move: whether there is where to offload to.
 
     card: the device's figures, once they are asked for. spare_bytes: what PyTorch reserves beyond what tensors take.
+    failures: steps that ran out of memory.
     """
 
     model: nn.Module
@@ -54,6 +57,7 @@ class Planner:
     costs: StepCosts | None = None
     card: Card | None = None
     spare_bytes: int = 0
+    failures: int = 0
     _lying: Lying | None = None
     _now_bytes: int = 0
     _before_bytes: int = 0
@@ -96,14 +100,11 @@ class Planner:
         Raises ConfigError where nothing fits: says what would.
         """
         costs = self._known if moving else replace(self._known, link=None)
-        room_bytes = self.budget_bytes - self.spare_bytes
-        less_bytes = room_bytes - self._caution_bytes
-        fits = careful and smallest_peak(costs).peak_bytes <= less_bytes
-        return solve(costs, less_bytes if fits else room_bytes)
+        return solve(costs, self._most_bytes(costs, careful))
 
     def sampling(self) -> Schedule | None:
         """A step that measures treatments side by side; None where it would not fit."""
-        made = sampling(self._known, self.budget_bytes - self.spare_bytes - self._caution_bytes)
+        made = sampling(self._known, self._most_bytes(self._known, careful=True))
         return None if made is None else schedule_of(made)
 
     def learn_times(self, schedule: Schedule, probed: Probed | None) -> None:
@@ -157,9 +158,20 @@ class Planner:
         assert self.costs is not None
         return self.costs
 
-    @property
-    def _caution_bytes(self) -> int:
-        return int(_CAUTION * max(0, self.budget_bytes - self._known.resident_bytes))
+    def ran_out(self) -> bool:
+        """Whether a step has run out of memory since the last that was asked of it. From then on more is left free."""
+        assert self._lying is not None
+        if not self._lying.ran_out():
+            return False
+        self.failures += 1
+        return True
+
+    def _most_bytes(self, costs: StepCosts, careful: bool) -> int:
+        """What a plan may take: the budget less what is left free, but enough for the smallest peak if that fits."""
+        most_bytes = self.budget_bytes - self.spare_bytes
+        share = _MARGIN * (1 + self.failures) + _CAUTION * careful
+        less_bytes = most_bytes - int(share * max(0, self.budget_bytes - costs.resident_bytes))
+        return min(most_bytes, max(less_bytes, smallest_peak(costs).peak_bytes))
 
     def _traced(self, inputs: Mapping[str, Any], resident_bytes: int) -> StepCosts:
         self.card = self.card or _card(self.device)

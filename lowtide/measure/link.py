@@ -6,6 +6,7 @@ import torch
 
 from lowtide.measure.stopwatch import milliseconds
 from lowtide.plan.costs import LinkRates
+from lowtide.runtime.pool import pinner
 
 _SIZE_BYTES = 256 * 2**20
 _ROUNDS = 6  # the first is not counted
@@ -15,7 +16,8 @@ def link_rates() -> LinkRates:
     """Of the current accelerator: medians, one direction alone at a time."""
     device = torch.accelerator.current_accelerator()
     here = torch.empty(_SIZE_BYTES, dtype=torch.uint8, device=device)
-    there = torch.empty(_SIZE_BYTES, dtype=torch.uint8).pin_memory()
+    pinned = pinner(here.device)(_SIZE_BYTES)  # torch's own pinned memory would stay pinned
+    there = pinned if pinned is not None else torch.empty(_SIZE_BYTES, dtype=torch.uint8)
     return LinkRates(_gib_per_s(there, here), _gib_per_s(here, there))
 
 

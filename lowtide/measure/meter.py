@@ -6,13 +6,16 @@ import torch
 
 
 class Meter(Protocol):
-    """Bytes that the allocator has given out. ``peak`` is the most since ``reset``."""
+    """Bytes that the allocator has given out. ``peak`` is the most since ``reset``; ``failures`` how often it had none
+    left, since the process began."""
 
     def allocated(self) -> int: ...
 
     def peak(self) -> int: ...
 
     def reserved_peak(self) -> int: ...
+
+    def failures(self) -> int: ...
 
     def reset(self) -> None: ...
 
@@ -31,6 +34,9 @@ class CudaMeter:
 
     def reserved_peak(self) -> int:
         return torch.cuda.max_memory_reserved(self._device)
+
+    def failures(self) -> int:
+        return torch.cuda.memory_stats(self._device).get("num_ooms", 0)
 
     def reset(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)

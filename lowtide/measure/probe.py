@@ -186,11 +186,13 @@ class StepProbe:
             self._seen[name].most_bytes = self._note(self.meter)
 
     def _note(self, meter: Meter) -> int:
-        """The peak since the last one, which becomes part of the step's."""
+        """The peak since the last one, which becomes part of the step's. What others read is reset only where that of
+        each block is asked for."""
         peak_bytes = meter.peak()
         self._whole.peak_bytes = max(self._whole.peak_bytes, peak_bytes)
         self._whole.reserved_bytes = max(self._whole.reserved_bytes, meter.reserved_peak())
-        meter.reset()
+        if self.each:
+            meter.reset()
         return peak_bytes
 
     def _allocated(self) -> int:

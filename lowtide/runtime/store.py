@@ -58,6 +58,7 @@ class Store:
 
     min_bytes: smaller storages stay. max_sizes: distinct sizes of pinned buffers; 0: ordinary CPU memory.
     in_flight_bytes, prefetch_bytes: see plan.schedule.Schedule; None: as much as the largest block moves.
+    pool: somebody else's, of which ``max_sizes`` is part; None: one of its own.
     Thread-safe. Raises ConfigError where there is no accelerator to offload from.
     """
 
@@ -69,11 +70,13 @@ class Store:
         max_sizes: int = MAX_SIZES,
         in_flight_bytes: int | None = None,
         prefetch_bytes: int | None = None,
+        pool: Pool | None = None,
     ) -> None:
         device = accelerator_or_simulated()
         self.simulated = device.type == "cpu"
         self.min_bytes = max(1, min_bytes)
-        self.pool = Pool(max_sizes, None if self.simulated else pinner(device))
+        self.pool = pool_for(device, max_sizes) if pool is None else pool
+        self._own_pool = pool is None
         self.model = weakref.ref(model) if model is not None else None
         self.counts = Counts()
         self.times: Times | None = None
@@ -429,9 +432,15 @@ class Store:
         )
 
     def close(self) -> None:
-        """Free the buffers; those of graphs that are still alive when these end."""
+        """Free the buffers of a pool of its own; those of graphs that are still alive when these end."""
         self.flush()
-        self.pool.close()
+        if self._own_pool:
+            self.pool.close()
+
+
+def pool_for(device: torch.device, max_sizes: int) -> Pool:
+    """Buffers for copies to and from a device: pinned, but for a simulated one."""
+    return Pool(max_sizes, None if device.type == "cpu" else pinner(device))
 
 
 def accelerator_or_simulated() -> torch.device:

@@ -90,6 +90,25 @@ def test_one_step_teaches_what_others_take(key: str) -> None:
     assert sum(map(abs, after)) < sum(map(abs, before))
 
 
+def test_after_a_step_that_ran_out_of_memory_more_is_left_free_but_what_fits_is_not_refused() -> None:
+    planner = Measured("sd3_medium").planner
+    assert planner.costs is not None
+    least = smallest_peak(planner.costs).peak_bytes
+    planner.budget_bytes = least + (solve(planner.costs, 2**40).prediction.peak_bytes - least) * 9 // 10
+    peaks = []
+    for planner.failures in (0, 2, 100):
+        peaks.append(planner.plan().prediction.peak_bytes)
+    assert peaks[0] > peaks[1] > peaks[2] == least
+
+
+def test_a_step_that_ran_out_of_memory_is_told_once() -> None:
+    meter = Scripted(0)
+    lying = Lying(nn.Linear(2, 2), {}, meter)
+    assert not lying.ran_out()
+    meter.failed += 2
+    assert [lying.ran_out(), lying.ran_out()] == [True, False]
+
+
 def test_the_largest_error_of_a_schedule_counts_and_another_one_begins_anew() -> None:
     measured = Measured("sd3_medium")
     planner, forecast_bytes = measured.planner, measured.costs.resident_bytes
@@ -113,6 +132,10 @@ class Scripted:
 
     def __init__(self, allocated_bytes: int) -> None:
         self.allocated_bytes = allocated_bytes
+        self.failed = 3
+
+    def failures(self) -> int:
+        return self.failed
 
     def allocated(self) -> int:
         return self.allocated_bytes

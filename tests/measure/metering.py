@@ -38,6 +38,9 @@ class CountingMeter(TorchDispatchMode):
     def allocated(self) -> int:
         return self._now
 
+    def failures(self) -> int:
+        return 0
+
     def peak(self) -> int:
         return self._most
 

@@ -12,6 +12,7 @@ from lowtide.errors import ConfigError
 from lowtide.handle import attach_as
 from lowtide.measure.probe import StepProbe
 from lowtide.plan.schedule import Schedule, mixed
+from lowtide.runtime.in_turn import InTurn
 from lowtide.runtime.resolve import resolve
 from lowtide.runtime.swap import Routes
 from tests.runtime.toys import Block, Chain, Residual, assert_equal, chain, compile_each, inputs, step
@@ -60,10 +61,10 @@ def test_a_block_is_compiled_once_for_all_handles_and_once_for_all_probes() -> N
     compiled = compile_each(model)
     plain = step(model, lambda: model(x))
     alone = len(compiled)
-    config, routes, watching = CheckpointConfig(gradient_checkpointing=False), Routes(), Routes()
+    config, in_turn, watching = CheckpointConfig(gradient_checkpointing=False), InTurn(1), Routes()
     for words in (["kept"] * 4, ["whole"] * 4, ["whole", "kept"] * 2, ["kept", "whole"] * 2) * 3:
         schedule = Schedule({"blocks": mixed(words)})
-        with attach_as(model, config, schedule, routes=routes) as handle:
+        with attach_as(model, config, schedule, in_turn=in_turn) as handle:
             assert_equal(plain, step(model, lambda: model(x)))
             probe = StepProbe(handle.stacks, CPU, routes=watching).start()
             assert_equal(plain, step(model, lambda: model(x)))

@@ -1,0 +1,35 @@
+"""What handles that are attached to one model in turn have in common."""
+
+from dataclasses import dataclass, field
+
+from lowtide.runtime.pool import Pool
+from lowtide.runtime.store import accelerator_or_simulated, pool_for
+from lowtide.runtime.swap import Routes
+
+
+@dataclass
+class InTurn:
+    """Generated classes, so that what was compiled for them stays valid; and pinned memory, which takes long to get.
+
+    max_sizes: see ``Pool``.
+    """
+
+    max_sizes: int
+    routes: Routes = field(default_factory=Routes)
+    _pool: Pool | None = None
+
+    def pool(self) -> Pool:
+        """Made when something moves for the first time. ConfigError where there is no accelerator to offload from."""
+        if self._pool is None:
+            self._pool = pool_for(accelerator_or_simulated(), self.max_sizes)
+        return self._pool
+
+    def trim(self) -> None:
+        """Free the buffers that nobody uses now."""
+        if self._pool is not None:
+            self._pool.trim()
+
+    def close(self) -> None:
+        """After the last handle."""
+        if self._pool is not None:
+            self._pool.close()
