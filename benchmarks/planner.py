@@ -93,7 +93,7 @@ def clear(device: str) -> None:
 
 
 def fixed(task: Task, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for mode in (NONE, *(name for name in ATTACHED if name != AUTO)):
+    for mode in options.fixed or (NONE, *(name for name in ATTACHED if name != AUTO)):
         clear(options.device)
         try:
             with nullcontext() if mode == NONE else lowtide.attach(task.model, **ATTACHED[mode], **options.more):
@@ -229,6 +229,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("works", nargs="+", metavar="WORK", help="a family, or synthetic:BLOCKSxTOKENS")
     parser.add_argument("--budgets", type=int, default=5, metavar="N")
+    parser.add_argument("--fixed", nargs="*", choices=(NONE, *ATTACHED), metavar="MODE", help="default: all")
     parser.add_argument("--random", type=int, default=20, metavar="N", help="random schedules to compare with")
     parser.add_argument("--warm-up", type=int, default=2, metavar="N", help="steps of each setting before that")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="timed steps of each setting")

@@ -18,7 +18,6 @@ import math
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -50,8 +49,10 @@ the memory of each block is to be seen."""
 
 _SETTLED = "from now on"
 _TRIED = {True: "tried for some steps, from measured times", False: "tried for some steps, with nothing moving"}
-_TIMED = 2
+_TIMED = 3
 """Steps of a candidate that count. The first under any schedule counts bytes, which takes time of its own."""
+_WORTH = 0.01
+"""Of the time of a step, that copies have to save to be worth it: what else uses the link or the host may change."""
 
 
 class AutoHandle(Attachment):
@@ -235,8 +236,8 @@ class AutoHandle(Attachment):
             made = self._candidate(planner, moving)
             if made is not None and all(made.schedule != other.schedule for _, other in tried):
                 step_ms = yield from self._try(planner, self._take(made, _TRIED[moving]))
-                tried.append((step_ms, made))
-        self._take(min(tried, key=itemgetter(0), default=(math.inf, plan))[1], _SETTLED)
+                tried.append((step_ms, planner.as_it_ran(made)))
+        self._take(min(tried, key=_quickest, default=(math.inf, plan))[1], _SETTLED)
 
     @staticmethod
     def _candidate(planner: Planner, moving: bool = True) -> Plan | None:
@@ -291,6 +292,11 @@ class _Updates:
         handle = self.handle()
         if handle is not None:
             handle.note_update(optimizer)
+
+
+def _quickest(tried: tuple[float, Plan]) -> float:
+    step_ms, plan = tried
+    return step_ms * (1 + _WORTH * plan.schedule.moves_anything)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -34,8 +34,9 @@ from lowtide.units import format_bytes
 
 _CAUTION = 0.1
 """Of the room for activations, left free as long as nothing is measured: forecasts of peaks err by some percent."""
-_MARGIN = 0.03
-"""Of the room for activations, left free for pieces that fit nothing: those of an untried schedule are not known."""
+_MARGIN, _LEAST_MARGIN_BYTES = 0.04, 96 * 2**20
+"""Left free for pieces that fit nothing: a share of the room for activations, and at least so much. The pieces that an
+untried schedule leaves are not known."""
 _MOST_SPARE = 0.06  # of a budget: reserved memory may be left over from before the step
 _ON_CPU = "RTX 4090"  # there, figures of some card stand in until steps are measured
 
@@ -63,6 +64,7 @@ class Planner:
     _before_bytes: int = 0
     _shared_bytes: int = 0
     _error_bytes: int = 0
+    _others_error_bytes: int = 0
     _corrected: Schedule | None = None
 
     def forecast(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -81,7 +83,7 @@ class Planner:
         except ConfigError as error:
             raise ConfigError(f"auto cannot plan for this model: {error}. Choose a backend by name instead.") from error
         self._shared_bytes = self.costs.resident_bytes - self._now_bytes
-        self._error_bytes, self._corrected = 0, None
+        self._error_bytes, self._others_error_bytes, self._corrected = 0, 0, None
 
     def begin_step(self) -> None:
         """Before each further step that is planned or watched: see what lies on the device by now."""
@@ -95,16 +97,23 @@ class Planner:
             self._lying.updated = True
 
     def plan(self, *, careful: bool = False, moving: bool = True) -> Plan:
-        """careful: leave some of the budget free. moving: whether anything may wait in CPU memory.
+        """careful: leave some of the budget free, but less where nothing would fit. moving: whether anything may wait
+        in CPU memory.
 
         Raises ConfigError where nothing fits: says what would.
         """
         costs = self._known if moving else replace(self._known, link=None)
-        return solve(costs, self._most_bytes(costs, careful))
+        return solve(costs, self._careful_bytes(costs) if careful else self._most_bytes(costs, _MARGIN))
+
+    def as_it_ran(self, plan: Plan) -> Plan:
+        """The plan of the last step, with what is known of it by now."""
+        costs = replace(self._known, resident_bytes=self._lying_bytes(self._error_bytes))
+        prediction = predict_step(costs, assignment_of(costs, plan.schedule))
+        return replace(plan, prediction=prediction, source=costs.source)
 
     def sampling(self) -> Schedule | None:
         """A step that measures treatments side by side; None where it would not fit."""
-        made = sampling(self._known, self._most_bytes(self._known, careful=True))
+        made = sampling(self._known, self._careful_bytes(self._known))
         return None if made is None else schedule_of(made)
 
     def learn_times(self, schedule: Schedule, probed: Probed | None) -> None:
@@ -130,9 +139,12 @@ class Planner:
         if probed is None or probed.peak_bytes is None or probed.reserved_bytes is None:
             return
         costs = replace(self._known, resident_bytes=max(0, self._before_bytes + self._shared_bytes))
-        predicted = predict_step(costs, assignment_of(costs, schedule)).highest.peak_bytes
-        error_bytes = probed.peak_bytes - predicted
+        highest = predict_step(costs, assignment_of(costs, schedule)).highest
+        error_bytes = probed.peak_bytes - highest.peak_bytes
         self._error_bytes = max(error_bytes, self._error_bytes) if schedule == self._corrected else error_bytes
+        # what is too much may be copies that were not in flight, of which other schedules have fewer
+        in_flight_bytes = min(highest.in_flight_bytes, max(0, -self._error_bytes))
+        self._others_error_bytes = self._error_bytes + in_flight_bytes
         self._corrected = schedule
         most_bytes = int(_MOST_SPARE * self.budget_bytes)
         self.spare_bytes = min(most_bytes, max(self.spare_bytes, probed.reserved_bytes - probed.peak_bytes))
@@ -140,9 +152,11 @@ class Planner:
 
     def _settle(self) -> None:
         """What lies there throughout further steps."""
+        self.costs = replace(self._known, resident_bytes=self._lying_bytes(self._others_error_bytes))
+
+    def _lying_bytes(self, error_bytes: int) -> int:
         assert self._lying is not None
-        known = self._now_bytes + self._lying.to_come_bytes() + self._shared_bytes + self._error_bytes
-        self.costs = replace(self._known, resident_bytes=max(0, known))
+        return max(0, self._now_bytes + self._lying.to_come_bytes() + self._shared_bytes + error_bytes)
 
     def learn_step(self, plan: Plan, step_ms: float) -> None:
         """Put the error of the predicted time down to copies, where there are any, or to what is not in blocks."""
@@ -166,12 +180,17 @@ class Planner:
         self.failures += 1
         return True
 
-    def _most_bytes(self, costs: StepCosts, careful: bool) -> int:
-        """What a plan may take: the budget less what is left free, but enough for the smallest peak if that fits."""
+    def _careful_bytes(self, costs: StepCosts) -> int:
+        """What a plan may take that is the only one: enough for the smallest peak, if the budget is."""
         most_bytes = self.budget_bytes - self.spare_bytes
-        share = _MARGIN * (1 + self.failures) + _CAUTION * careful
-        less_bytes = most_bytes - int(share * max(0, self.budget_bytes - costs.resident_bytes))
-        return min(most_bytes, max(less_bytes, smallest_peak(costs).peak_bytes))
+        return min(most_bytes, max(self._most_bytes(costs, _MARGIN + _CAUTION), smallest_peak(costs).peak_bytes))
+
+    def _most_bytes(self, costs: StepCosts, share: float) -> int:
+        """What a plan may take. share: of the room for activations, that is left free, more after each failure."""
+        room_bytes = max(0, self.budget_bytes - costs.resident_bytes)
+        least_bytes = _LEAST_MARGIN_BYTES if self.device.type == "cuda" else 0  # pages that are partly in use
+        margin_bytes = max(least_bytes, int(share * room_bytes)) * (1 + self.failures)
+        return self.budget_bytes - self.spare_bytes - margin_bytes
 
     def _traced(self, inputs: Mapping[str, Any], resident_bytes: int) -> StepCosts:
         self.card = self.card or _card(self.device)

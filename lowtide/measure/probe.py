@@ -10,6 +10,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,8 +34,9 @@ class BlockTime:
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """Bytes of one block. kept: by how much its forward raised what is allocated. working: what its backward had at
-    most above what was there before the gradient of its output was."""
+    """Bytes of one block. kept: by how much what is allocated had risen when the next block of the stack began, or its
+    own forward ended if it is the last. working: what its backward had at most above what was there before the gradient
+    of its output was."""
 
     kept_bytes: int
     working_bytes: int
@@ -135,10 +137,13 @@ class StepProbe:
             yield name, BlockTime(_ms(seen.start, seen.end), _ms(seen.backward, end))
 
     def _memory(self) -> Iterator[tuple[Block, BlockMemory]]:
+        following = dict(pairwise(self._seen))
         for name in self._order:
-            seen = self._seen[name]
+            seen, after = self._seen[name], following.get(name)
+            # only the next block's caller has let go of what this one was given
+            until_bytes = self._seen[after].before_bytes if after and after[0] == name[0] else seen.after_bytes
             working = seen.most_bytes - seen.begin_bytes + seen.gradient_bytes
-            yield name, BlockMemory(max(0, seen.after_bytes - seen.before_bytes), working)
+            yield name, BlockMemory(max(0, until_bytes - seen.before_bytes), working)
 
     def run(
         self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from torch import nn
 
 import lowtide
 from lowtide.controls import CheckpointConfig
@@ -15,6 +16,7 @@ from lowtide.plan.schedule import Schedule, mixed
 from lowtide.runtime.in_turn import InTurn
 from lowtide.runtime.resolve import resolve
 from lowtide.runtime.swap import Routes
+from tests.measure.metering import CountingMeter
 from tests.runtime.toys import Block, Chain, Residual, assert_equal, chain, compile_each, inputs, step
 
 CPU = torch.device("cpu")
@@ -30,6 +32,27 @@ def test_every_block_has_its_time_and_the_step_all_of_them() -> None:
     assert all(time.forward_ms > 0 < time.backward_ms for time in seen.times.values())
     assert seen.step_ms >= sum(time.forward_ms + time.backward_ms for time in seen.times.values())
     assert seen.peak_bytes is seen.reserved_bytes is None
+
+
+class Sine(nn.Module):
+    """Saves neither what it is given nor what it returns."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(width, width).requires_grad_(False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(self.second(self.first(x)))
+
+
+def test_what_only_the_caller_still_holds_when_a_block_ends_is_not_kept_by_it() -> None:
+    model, x = Chain([Sine(16) for _ in range(4)]), inputs(rows=64).requires_grad_()
+    with CountingMeter() as meter:
+        probe = StepProbe(resolve(model, None), CPU, meter, each=True).start()
+        model(x).sum().backward()
+        seen = probe.stop()
+    assert seen is not None
+    assert [seen.memory["blocks", index].kept_bytes // x.nbytes for index in range(4)] == [2, 1, 1, 2]
 
 
 def test_gradients_and_hooks_are_as_before() -> None:
