@@ -3,7 +3,7 @@
     python benchmarks/planner_table.py results/planner.jsonl
 
 A setting fits where what PyTorch reserved under it is no more than the budget. ± are a peak over its prediction: of the
-first step, from shapes alone, and of the steps under the schedule that stayed. Lines of one work and machine belong
+first step, from shapes alone, and of the steps under the schedule that stayed. Lines of one work and commit belong
 together; of a setting that was measured more than once, the last line counts.
 """
 
@@ -24,11 +24,13 @@ _HEAD = (
 Line = dict[str, Any]
 
 
-def works(lines: Iterable[Line]) -> dict[str, dict[tuple[str, int | None], Line]]:
-    """The last line of every setting and budget, by work."""
+def runs(lines: Iterable[Line]) -> dict[str, dict[tuple[str, int | None], Line]]:
+    """The last line of every setting and budget, by work, sizes and commit."""
     found: dict[str, dict[tuple[str, int | None], Line]] = {}
     for line in lines:
-        found.setdefault(line["work"], {})[line["setting"], line.get("budget_bytes")] = line
+        sizes = ", ".join(f"{name} {size}" for name, size in line.get("sizes", {}).items())
+        name = f"{line['work']}{f' ({sizes})' * bool(sizes)}, commit {line['machine']['commit']}"
+        found.setdefault(name, {})[line["setting"], line.get("budget_bytes")] = line
     return found
 
 
@@ -67,8 +69,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     text = parser.parse_args().file.read_text(encoding="utf-8")
-    for work, settings in works(json.loads(line) for line in text.splitlines()).items():
-        print(f"\n{work}\n", *_HEAD, *rows(settings.values()), *kept(settings.values()), sep="\n")
+    for run, settings in runs(json.loads(line) for line in text.splitlines()).items():
+        print(f"\n{run}\n", *_HEAD, *rows(settings.values()), *kept(settings.values()), sep="\n")
 
 
 if __name__ == "__main__":
