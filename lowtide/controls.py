@@ -8,7 +8,8 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from lowtide.errors import ConfigError, UnsupportedError
-from lowtide.keys import AUTO, Budget, Choice, Keys, Size, Switch, WholeNumber, boolean_of, is_unset
+from lowtide.keys import AUTO, Budget, Choice, Keys, Size, Switch, Text, WholeNumber, boolean_of, is_unset
+from lowtide.plan.saved_plan import load_plan
 from lowtide.plan.schedule import (
     ATTENTION,
     BOUNDARY,
@@ -79,6 +80,12 @@ class CheckpointConfig(Keys):
         description="For `auto`: what PyTorch may reserve of the accelerator's memory, as in 16GiB. `auto` or unset: "
         "what is free and what this process holds, less 512 MiB or 3 %, whichever is more.",
     )
+    schedule: Annotated[str | None, BeforeValidator(Text("the file of a saved plan"))] = Field(
+        default=None,
+        alias="gradient_checkpointing_schedule",
+        description="The file of a plan that `lowtide plan --save` wrote (docs/plan.md), or a run with `auto`: the "
+        "treatment of each block, instead of a backend and the keys that belong to one.",
+    )
     interval: Annotated[int | None, BeforeValidator(WholeNumber(1))] = Field(
         default=None,
         alias="gradient_checkpointing_interval",
@@ -122,6 +129,7 @@ class CheckpointConfig(Keys):
     def _consistent(self) -> Self:
         width, stride = self.interval, self.segment_stride
         self._check_auto()
+        self._check_schedule()
         if not self.gradient_checkpointing and (width, stride) != (None, None):
             field, value = ("interval", width) if width is not None else ("segment_stride", stride)
             raise ValueError(
@@ -151,6 +159,15 @@ class CheckpointConfig(Keys):
         if self.vram_budget is not None and not self.is_auto:
             raise ValueError("{vram_budget} bounds what {backend} = auto chooses, and nothing else: set that, too.")
 
+    def _check_schedule(self) -> None:
+        usual = {name: field.default for name, field in type(self).model_fields.items()}
+        others = ("gradient_checkpointing", "backend", "vram_budget", "interval", "segment_stride", "offload_attention")
+        given = [f"{{{name}}}" for name in others if getattr(self, name) != usual[name]]
+        if self.schedule is not None and given:
+            raise ValueError(
+                f"{{schedule}} says by itself what is done with every block: leave {' and '.join(given)} out."
+            )
+
     @classmethod
     def for_attach(
         cls,
@@ -161,8 +178,10 @@ class CheckpointConfig(Keys):
         offload_pin_memory_max_buckets: Any = MAX_SIZES,
         offload_min_bytes: Any = MIN_BYTES,
         vram_budget: Any = None,
+        schedule: Any = None,
     ) -> Self:
-        """The controls as the arguments of ``lowtide.attach`` give them: no backend (None) recomputes nothing."""
+        """The controls as the arguments of ``lowtide.attach`` give them: no backend (None) recomputes nothing, unless
+        there is the file of a schedule."""
         given = {
             "interval": interval,
             "segment_stride": segment_stride,
@@ -170,29 +189,36 @@ class CheckpointConfig(Keys):
             "offload_pin_memory_max_buckets": offload_pin_memory_max_buckets,
             "offload_min_bytes": offload_min_bytes,
             "vram_budget": vram_budget,
+            "schedule": schedule,
         }
-        return cls(gradient_checkpointing=False, **given) if is_unset(backend) else cls(backend=backend, **given)
+        keeps_all = is_unset(backend) and is_unset(schedule)
+        return cls(gradient_checkpointing=False, **given) if keeps_all else cls(backend=backend, **given)
 
     def attach_arguments(self) -> dict[str, Any]:
         """The same as keyword arguments of ``lowtide.attach``."""
         return {
-            "backend": self.backend if self.gradient_checkpointing else None,
+            "backend": self.backend if self.gradient_checkpointing and self.schedule is None else None,
             "interval": self.interval,
             "segment_stride": self.segment_stride,
             "offload_attention": self.offload_attention,
             "offload_pin_memory_max_buckets": self.offload_pin_memory_max_buckets,
             "offload_min_bytes": self.offload_min_bytes,
             "vram_budget": self.vram_budget,
+            "schedule": self.schedule,
         }
 
     @property
     def is_auto(self) -> bool:
         return self.gradient_checkpointing and self.backend == AUTO
 
+    def planned(self) -> Schedule | None:
+        """The schedule of the saved plan, if one is named. Raises ConfigError where it cannot be read."""
+        return None if self.schedule is None else load_plan(self.schedule).schedule
+
     @property
     def scope(self) -> str | None:
         """Treatment of the blocks that are treated: whole, ffn or selective; None where nothing is recomputed, and
-        where ``auto`` chooses."""
+        where ``auto`` or a saved plan says it for each block."""
         return _BACKENDS[self.backend].treatment if self._is_fixed else None
 
     @property
@@ -207,7 +233,7 @@ class CheckpointConfig(Keys):
 
     @property
     def _is_fixed(self) -> bool:
-        return self.gradient_checkpointing and self.backend != AUTO
+        return self.gradient_checkpointing and self.backend != AUTO and self.schedule is None
 
     def schedule_for(
         self,
@@ -229,6 +255,9 @@ class CheckpointConfig(Keys):
                 "backend = auto has no schedule before the first steps of training: `lowtide plan` shows what it would "
                 "choose"
             )
+        planned = self.planned()
+        if planned is not None:
+            return planned
         self._check_sides(any(feed_forward[name] for name in depths), any(attention[name] for name in depths), model)
         self._warn_if_wide(depths.values(), model)
         return Schedule(

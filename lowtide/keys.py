@@ -85,6 +85,18 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class Text:
+    """Validator of text. allowed: what it should say, for people."""
+
+    allowed: str
+
+    def __call__(self, value: Any) -> str:
+        if not isinstance(value, str):
+            raise ConfigError(f"{shown(value)} is not allowed; allowed: {self.allowed}.")
+        return value.strip()
+
+
+@dataclass(frozen=True)
 class WholeNumber:
     """Validator of a whole number; its digits as text are taken too ("2"), a boolean is not."""
 

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from lowtide.controls import BACKENDS, CheckpointConfig, parse_switch, scopes_of
 from lowtide.errors import ConfigError, UnsupportedError
+from lowtide.plan.costs import BlockKind, StepCosts, TreatmentCost
+from lowtide.plan.saved_plan import save_plan
 from lowtide.plan.schedule import (
     ATTENTION,
     BOUNDARY,
@@ -26,11 +28,13 @@ from lowtide.plan.schedule import (
     keep_all,
     whole_blocks,
 )
+from lowtide.plan.solve import solve
 
 FLAT = {
     "gradient_checkpointing": "gradient_checkpointing",
     "backend": "gradient_checkpointing_backend",
     "vram_budget": "vram_budget",
+    "schedule": "gradient_checkpointing_schedule",
     "interval": "gradient_checkpointing_interval",
     "segment_stride": "gradient_checkpointing_segment_stride",
     "offload_attention": "gradient_checkpointing_offload_attention",
@@ -110,6 +114,7 @@ def test_defaults() -> None:
     assert config.attach_arguments() == {
         "backend": "torch",
         "vram_budget": None,
+        "schedule": None,
         "interval": None,
         "segment_stride": None,
         "offload_attention": False,
@@ -334,6 +339,35 @@ def test_known_keys_are_listed_in_the_style_of_the_caller() -> None:
     assert message_of(resolution=1).endswith(f"Known keys: {', '.join(FLAT)}.")
     in_a_file = message_of(resolution=1, gradient_checkpointing_backend="torch")
     assert in_a_file.endswith(f"Known keys: {', '.join(FLAT.values())}.")
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [{"backend": "unsloth"}, {"interval": 2}, {"offload_attention": True}, {"gradient_checkpointing": False},
+     {"backend": "auto", "vram_budget": "8GiB"}],
+)  # fmt: skip
+def test_a_schedule_leaves_nothing_to_say(beside: dict[str, Any]) -> None:
+    message = message_of(schedule="plan.json", **beside)
+    assert message == f"schedule says by itself what is done with every block: leave {' and '.join(beside)} out."
+    flat = {FLAT[name]: value for name, value in beside.items()}
+    assert "gradient_checkpointing_schedule says by itself" in message_of(
+        gradient_checkpointing_schedule="plan.json", **flat
+    )
+
+
+def test_the_schedule_of_a_file(tmp_path: Path) -> None:
+    costs = StepCosts(
+        {"a": BlockKind(1.0, 2.0, (TreatmentCost(KEPT), TreatmentCost(WHOLE)))}, {"blocks": ("a",) * 3}, 0
+    )
+    plan = solve(costs, 2**30)
+    save_plan(tmp_path / "plan.json", plan)
+    config = CheckpointConfig(schedule=str(tmp_path / "plan.json"), offload_min_bytes=7)
+    assert config.schedule_for({"blocks": 3}, {"blocks": True}, {"blocks": True}) == plan.schedule == config.planned()
+    assert (config.scope, config.moves, config.is_auto) == (None, False, False)
+    again = CheckpointConfig.for_attach(**config.attach_arguments())
+    assert again == config == CheckpointConfig(**config.as_flat_dict())
+    with pytest.raises(ConfigError, match="no plan can be read from"):
+        CheckpointConfig(schedule=str(tmp_path / "none.json")).planned()
 
 
 def test_one_key_under_both_names() -> None:

@@ -14,6 +14,7 @@ from lowtide.keys import (
     Choice,
     Keys,
     Switch,
+    Text,
     WholeNumber,
     boolean_of,
     did_you_mean,
@@ -48,7 +49,7 @@ SAME_NUMBERS = (
 )
 """Keys that do not change the numbers of a step."""
 _REQUIRED = ("model_family", "pretrained_model_name_or_path", "data_dir")
-_INPUT_PATHS = ("pretrained_model_name_or_path", "data_dir")
+_INPUT_PATHS = ("pretrained_model_name_or_path", "data_dir", "gradient_checkpointing_schedule")
 
 
 @dataclass(frozen=True)
@@ -65,18 +66,6 @@ class Number:
         if not 0 <= number < math.inf:
             raise ConfigError(f"{shown(value)} is not allowed; allowed: {self.allowed}.")
         return number
-
-
-@dataclass(frozen=True)
-class Text:
-    """Validator of text. allowed: what it should say, for people."""
-
-    allowed: str
-
-    def __call__(self, value: Any) -> str:
-        if not isinstance(value, str):
-            raise ConfigError(f"{shown(value)} is not allowed; allowed: {self.allowed}.")
-        return value.strip()
 
 
 @dataclass(frozen=True)
@@ -243,7 +232,7 @@ class TrainConfig:
     def record(self) -> dict[str, Any]:
         """The flat keys for files that are read again: input paths do not depend on the current folder."""
         flat = self.as_flat_dict()
-        paths = {key: flat[key] for key in _INPUT_PATHS if flat[key] != QUICKSTART}
+        paths = {key: flat[key] for key in _INPUT_PATHS if flat[key] not in (None, QUICKSTART)}
         return {**flat, **{key: str(Path(path).expanduser().resolve()) for key, path in paths.items()}}
 
 

@@ -16,6 +16,8 @@ from lowtide.train.config import HARMLESS, LATEST, START_AFRESH, TrainConfig, ch
 from lowtide.units import format_bytes
 
 REPORT = "report.json"
+PLAN = "plan.json"
+"""Which ``auto`` has come to."""
 WEIGHTS = {"lora": "lora", "full": "transformer"}
 """Folder in ``output_dir`` for the trained weights, by ``model_type``."""
 _BAR_WIDTH = 6
@@ -118,6 +120,8 @@ def settings_table(report: Mapping[str, Any]) -> RenderableType:
 
 def setting_name(keys: Mapping[str, Any]) -> str:
     """``torch, interval 2, stride 4``."""
+    if keys.get("gradient_checkpointing_schedule"):
+        return f"plan {Path(keys['gradient_checkpointing_schedule']).name}"
     words = ["off" if keys.get("gradient_checkpointing") is False else keys["gradient_checkpointing_backend"]]
     for key, word in (("interval", "interval"), ("segment_stride", "stride")):
         value = keys.get(f"gradient_checkpointing_{key}")

@@ -9,13 +9,15 @@ import torch
 
 import lowtide
 from lowtide.auto.budget import budget_bytes
+from lowtide.auto.handle import AutoHandle
+from lowtide.plan.saved_plan import save_plan
 from lowtide.runtime.store import accelerator_or_simulated
 from lowtide.train.adapters import Everything, Lora, Trained
 from lowtide.train.config import ESCALATE, TrainConfig, TrainKeys
 from lowtide.train.dataset import batches
 from lowtide.train.escalate import Attached, Escalation, setting_of
 from lowtide.train.families.base import Denoiser
-from lowtide.train.files import new_folder, write_json
+from lowtide.train.files import new_file, new_folder, write_json
 from lowtide.train.flow import Batch, fixed_loss, random_noise
 from lowtide.train.kernels import computing
 from lowtide.train.loop import Guard, Interrupt, StepDone, Updater, load_batch, plainly, run_steps
@@ -23,7 +25,7 @@ from lowtide.train.memory import peak_bytes
 from lowtide.train.metrics import add_metrics, read_metrics, summary_of
 from lowtide.train.prepare import Prepared, prepare
 from lowtide.train.progress import Reporter, told
-from lowtide.train.report import REPORT, WEIGHTS, compare_blocks
+from lowtide.train.report import PLAN, REPORT, WEIGHTS, compare_blocks
 from lowtide.train.resume import RunState, read_tensors, save_checkpoint
 from lowtide.train.samples import AFTER, BEFORE, write_pair, write_sample
 from lowtide.train.settings import compare_settings, recomputed_blocks
@@ -58,7 +60,8 @@ def run(config: TrainConfig, reporter: Reporter) -> dict[str, Any] | None:
     Raises ConfigError before anything is written, MachineError where the disk or the device failed, LowtideError where
     training broke down.
     """
-    if config.checkpointing.moves:
+    planned = config.checkpointing.planned()
+    if config.checkpointing.moves or (planned is not None and planned.moves_anything):
         accelerator_or_simulated()  # raises now what attach would raise after everything is cached
     if config.checkpointing.is_auto:
         budget_bytes(config.checkpointing.vram_budget)
@@ -163,10 +166,21 @@ def _finish(session: Session, attached: Attached, blocks: dict[str, Any]) -> dic
         "settings": _settings(session, attached),
         "checkpointing": attached.name,
         "out_of_memory": state.out_of_memory,
-        "files": {"weights": str(weights), **({"sample": str(pair)} if pair else {})},
+        "files": {"weights": str(weights), **({"sample": str(pair)} if pair else {}), **_found_plan(keys, attached)},
     }
     write_json(keys.output / REPORT, report)
     return report
+
+
+def _found_plan(keys: TrainKeys, attached: Attached) -> dict[str, str]:
+    """The file of the plan that auto has come to: another run can begin with it."""
+    handle = attached.handle
+    if not isinstance(handle, AutoHandle) or handle.plan is None or not handle.settled:
+        return {}
+    path = keys.output / PLAN
+    with new_file(path) as partial:
+        save_plan(partial, handle.plan, {"found by": "auto", "family": keys.family})
+    return {"plan": str(path)}
 
 
 def _settings(session: Session, attached: Attached) -> list[dict[str, Any]] | None:

@@ -66,7 +66,7 @@ def _entry(
     held = predict(trace, schedule, config.offload_min_bytes)
     return {
         "keys": short_keys(config),
-        "scope": config.backend if config.is_auto else config.scope,
+        "scope": _scope(config),
         "held_bytes": held.held_bytes,
         "cpu_bytes": held.cpu_bytes,
         "most_bytes": _most_bytes(trace, held),
@@ -74,6 +74,12 @@ def _entry(
         "blocks": sum(len(stack.blocks) for stack in stacks),
         "ran": ran is not None,
     }
+
+
+def _scope(config: CheckpointConfig) -> str | None:
+    if config.is_auto:
+        return config.backend
+    return "plan" if config.schedule is not None else config.scope
 
 
 def most_bytes(config: CheckpointConfig, stacks: list[ResolvedStack], trace: HeldTrace) -> int:
