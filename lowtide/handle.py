@@ -88,6 +88,10 @@ class Handle(Attachment):
             warnings=tuple(self._warnings()),
         )
 
+    def passing_bytes(self) -> int:
+        """Of what is on the device now on its way to CPU memory, or back from there before it is needed."""
+        return self._store.passing_bytes if self._store is not None else 0
+
     def _block(self, number: int, record: BlockRecord) -> BlockReceipt:
         storages = self._ledger.storages
         return BlockReceipt(

@@ -181,7 +181,8 @@ class AutoHandle(Attachment):
             self._largest = (0, 0)  # the next forward is planned for anew, or says the same
             raise
         self._steps = steps
-        self._probe = StepProbe(self.stacks, self._device, meter_of(self._device), each, self._watching).start()
+        meter, passing = meter_of(self._device), self._handle.passing_bytes
+        self._probe = StepProbe(self.stacks, self._device, meter, each, self._watching, passing).start()
 
     def _stop_probe(self) -> Probed | None:
         """What the last step of the largest size showed."""

@@ -64,7 +64,6 @@ class Planner:
     _before_bytes: int = 0
     _shared_bytes: int = 0
     _error_bytes: int = 0
-    _others_error_bytes: int = 0
     _corrected: Schedule | None = None
 
     def forecast(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -83,7 +82,7 @@ class Planner:
         except ConfigError as error:
             raise ConfigError(f"auto cannot plan for this model: {error}. Choose a backend by name instead.") from error
         self._shared_bytes = self.costs.resident_bytes - self._now_bytes
-        self._error_bytes, self._others_error_bytes, self._corrected = 0, 0, None
+        self._error_bytes, self._corrected = 0, None
 
     def begin_step(self) -> None:
         """Before each further step that is planned or watched: see what lies on the device by now."""
@@ -107,7 +106,7 @@ class Planner:
 
     def as_it_ran(self, plan: Plan) -> Plan:
         """The plan of the last step, with what is known of it by now."""
-        costs = replace(self._known, resident_bytes=self._lying_bytes(self._error_bytes))
+        costs = replace(self._known, resident_bytes=self._lying_bytes(self._error_bytes), in_flight_share=1.0)
         prediction = predict_step(costs, assignment_of(costs, plan.schedule))
         return replace(plan, prediction=prediction, source=costs.source)
 
@@ -135,24 +134,29 @@ class Planner:
 
     def learn_peak(self, schedule: Schedule, probed: Probed | None) -> None:
         """See by how much the predicted peak of the last step was wrong, at most of the steps under one schedule (with
-        accumulated gradients some need more than others), and what was reserved beyond it."""
+        accumulated gradients some need more than others), and what was reserved beyond it.
+
+        Less than predicted: copies were not in flight where backward needed the most, which may hold for other
+        schedules with copies, and for no others. More: so may others.
+        """
         if probed is None or probed.peak_bytes is None or probed.reserved_bytes is None:
             return
-        costs = replace(self._known, resident_bytes=max(0, self._before_bytes + self._shared_bytes))
+        lying_bytes = max(0, self._before_bytes + self._shared_bytes)
+        costs = replace(self._known, resident_bytes=lying_bytes, in_flight_share=1.0)
         highest = predict_step(costs, assignment_of(costs, schedule)).highest
         error_bytes = probed.peak_bytes - highest.peak_bytes
         self._error_bytes = max(error_bytes, self._error_bytes) if schedule == self._corrected else error_bytes
-        # what is too much may be copies that were not in flight, of which other schedules have fewer
-        in_flight_bytes = min(highest.in_flight_bytes, max(0, -self._error_bytes))
-        self._others_error_bytes = self._error_bytes + in_flight_bytes
         self._corrected = schedule
+        if highest.in_flight_bytes:
+            share = min(1.0, max(0.0, 1 + self._error_bytes / highest.in_flight_bytes))
+            self.costs = replace(self._known, in_flight_share=share)
         most_bytes = int(_MOST_SPARE * self.budget_bytes)
         self.spare_bytes = min(most_bytes, max(self.spare_bytes, probed.reserved_bytes - probed.peak_bytes))
         self._settle()
 
     def _settle(self) -> None:
         """What lies there throughout further steps."""
-        self.costs = replace(self._known, resident_bytes=self._lying_bytes(self._others_error_bytes))
+        self.costs = replace(self._known, resident_bytes=self._lying_bytes(max(0, self._error_bytes)))
 
     def _lying_bytes(self, error_bytes: int) -> int:
         assert self._lying is not None

@@ -37,7 +37,11 @@ Optimizer = Annotated[
 Ema = Annotated[bool, typer.Option("--ema", help="A mean of the trained weights lies on the device, too.")]
 CardName = Annotated[
     str | None,
-    typer.Option("--card", metavar="NAME", help="Whose speed to reckon with. Default: this machine's, or RTX 4090."),
+    typer.Option(
+        "--card",
+        metavar="NAME",
+        help="Whose speed, by name or by figures. Default: this machine's, or RTX 4090.",
+    ),
 ]
 HostMemory = Annotated[
     str | None,

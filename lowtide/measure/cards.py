@@ -6,11 +6,13 @@ figure is always better: ``lowtide plan`` says which it used.
 """
 
 import difflib
+import math
 import re
 from dataclasses import dataclass
 
 from lowtide.errors import ConfigError
 from lowtide.plan.costs import LinkRates
+from lowtide.units import parse_bytes
 
 _GEN3, _GEN4, _GEN5 = (LinkRates(rate, rate) for rate in (11.5, 23.5, 51.0))
 _GEN4_X8, _GEN5_X8 = (LinkRates(rate, rate) for rate in (11.5, 25.0))
@@ -55,6 +57,8 @@ CARDS = (
     Card("B200", 180 * _GIB, 900e12, 8000e9, _GEN5),
 )
 
+_FIGURES = ("memory", "tflops", "gb_per_s", "link")
+
 HOST_US = 14.0
 """What one operator costs the host that dispatches it, Python included. Fitted to steps that the host bound in
 benchmarks/results/family.jsonl (SDXL, Kolors, SD 1.x, PixArt, Lumina2), whose host is a slow one: on another, such
@@ -79,10 +83,13 @@ _MEMORY = re.compile(r"(\d+)gi?b")
 
 
 def find_card(name: str) -> Card:
-    """By name, exactly: only case, dashes, the maker's words and those for how it is built in are ignored.
+    """By name, exactly: only case, dashes, the maker's words and those for how it is built in are ignored. Or by its
+    figures: ``memory=24GiB,tflops=70,gb_per_s=936,link=23.5`` (the rates as the module says; the link in GiB/s).
 
     The memory need be named only where there is a choice. Raises ConfigError: names those that may be meant.
     """
+    if "=" in name:
+        return _by_figures(name)
     words, memory_gib = _words(name)
     alike = [card for card in CARDS if _words(card.name)[0] == words]
     found = [card for card in alike if memory_gib in (None, card.memory_bytes // _GIB)]
@@ -91,6 +98,22 @@ def find_card(name: str) -> Card:
     near = [card.name for card in alike or _near(words)]
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
     raise ConfigError(f"unknown card {name!r}.{hint} Known: {', '.join(card.name for card in CARDS)}")
+
+
+def _by_figures(text: str) -> Card:
+    parts = (part.replace(" ", "").partition("=") for part in text.lower().split(","))
+    given = {name: value for name, _, value in parts}
+    try:
+        if given.keys() != set(_FIGURES):
+            raise ConfigError("each of them once")
+        memory_bytes = parse_bytes(given["memory"])
+        tflops, gb_per_s, link = (float(given[name]) for name in _FIGURES[1:])
+        if not all(0 < figure < math.inf for figure in (memory_bytes, tflops, gb_per_s, link)):
+            raise ConfigError("all above 0")
+    except ValueError as error:
+        example = "memory=24GiB,tflops=70,gb_per_s=936,link=23.5"
+        raise ConfigError(f"card {text!r}: expected {', '.join(_FIGURES)}, as in {example} ({error})") from error
+    return Card(text, memory_bytes, tflops * 1e12, gb_per_s * 1e9, LinkRates(link, link))
 
 
 def _words(name: str) -> tuple[str, int | None]:

@@ -59,7 +59,8 @@ class Probed:
 
 @dataclass
 class _Seen:
-    """Of one block: marks, and bytes allocated, at the two ends of its forward and at the beginning of its backward.
+    """Of one block: marks, and bytes allocated, at the two ends of its forward (without what passes) and at the
+    beginning of its backward.
 
     gradient_bytes: of its output's gradient. most_bytes: until the next block's backward began.
     """
@@ -89,7 +90,8 @@ class StepProbe:
     Not by hooks of modules: these would be compiled with a compiled block.
 
     meter: of the device; None: no memory is measured. each: that of each block, too; the meter is then reset at every
-    block's backward, else at the start only. routes: of the probes of one model, one after another.
+    block's backward, else at the start only. routes: of the probes of one model, one after another. passing: bytes that
+    are on the device only on their way to CPU memory, or back: no block keeps them.
     """
 
     stacks: Sequence[ResolvedStack]
@@ -97,6 +99,7 @@ class StepProbe:
     meter: Meter | None = None
     each: bool = False
     routes: Routes = field(default_factory=Routes)
+    passing: Callable[[], int] = lambda: 0
     active: bool = field(default=False, init=False)
     _names: dict[int, Block] = field(default_factory=dict)
     _seen: dict[Block, _Seen] = field(default_factory=dict)
@@ -152,11 +155,11 @@ class StepProbe:
         name = self._names.get(id(module))
         if name is None or name in self._seen or not self.active or _in_backward():
             return original(module, *args, **kwargs)
-        seen = self._seen[name] = _Seen(self._mark(), self._allocated())
+        seen = self._seen[name] = _Seen(self._mark(), self._staying())
         output = original(module, *args, **kwargs)
         given = [tensor for tensor in tensors_of(output) if tensor.requires_grad and not tensor.is_leaf]
         if given:
-            seen.end, seen.after_bytes = self._mark(), self._allocated()
+            seen.end, seen.after_bytes = self._mark(), self._staying()
         for tensor in given:
             tensor.register_hook(functools.partial(self._begin_backward, name))
         return output
@@ -202,6 +205,9 @@ class StepProbe:
 
     def _allocated(self) -> int:
         return self.meter.allocated() if self.meter is not None and self.each else 0
+
+    def _staying(self) -> int:
+        return self._allocated() - self.passing() if self.each else 0
 
 
 def _in_backward() -> bool:

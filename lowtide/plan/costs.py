@@ -172,6 +172,7 @@ class StepCosts:
     other_ms: time of a step outside of the blocks.
     link: None: nothing can move. host_limit_bytes: how much may wait in CPU memory; None: no limit.
     source: MEASURED or FORECAST.
+    in_flight_share: of the bytes that may be in flight, what is there where backward needs the most.
     """
 
     kinds: Mapping[str, BlockKind]
@@ -182,6 +183,7 @@ class StepCosts:
     link: LinkRates | None = None
     host_limit_bytes: int | None = None
     source: str = field(default=MEASURED)
+    in_flight_share: float = 1.0
 
     def __post_init__(self) -> None:
         _check_not_negative(self)
@@ -200,6 +202,10 @@ class StepCosts:
         """Time of a step in which nothing is recomputed and nothing moves."""
         blocks = (self.kinds[kind] for kinds in self.stacks.values() for kind in kinds)
         return self.other_ms + sum(kind.forward_ms + kind.backward_ms for kind in blocks)
+
+    def in_flight(self, bound_bytes: int) -> int:
+        """What counts of the bytes that may be in flight."""
+        return int(self.in_flight_share * bound_bytes)
 
     def calibrated(self, predicted_peak_bytes: int, measured_peak_bytes: int) -> "StepCosts":
         """With the error of one prediction put down to the residents."""

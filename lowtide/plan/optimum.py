@@ -63,7 +63,7 @@ def smallest(costs: StepCosts) -> Assignment:
 
     def bounded(least_bytes: int, most_bytes: int) -> tuple[float, tuple[RunWays, ...]]:
         runs = ways_of_runs(costs, most_bytes)
-        return least_bytes + lowest_peak(runs, limit_bytes), runs
+        return costs.in_flight(least_bytes) + lowest_peak(runs, limit_bytes), runs
 
     sizes, runs = _BestFirst(_in_flight_sizes(costs), bounded), None
     while runs is None:
@@ -75,7 +75,7 @@ def smallest(costs: StepCosts) -> Assignment:
 def _relaxed(costs: StepCosts, budget_bytes: int, least_bytes: int, most_bytes: int) -> Relaxed:
     """For bytes in flight between two values: where they differ, it may promise too much."""
     lane = lane_out(costs, most_bytes)
-    room_bytes = budget_bytes - costs.resident_bytes - least_bytes
+    room_bytes = budget_bytes - costs.resident_bytes - costs.in_flight(least_bytes)
     limits = Limits(room_bytes, _binding_host_limit(costs), lane.left_ms, lane.bound_ms)
     return Relaxed(ways_of_runs(costs, most_bytes), limits)
 

@@ -102,7 +102,7 @@ def predict_step(costs: StepCosts, assignment: Assignment) -> StepPrediction:
         cpu_bytes=sum(cost.cpu_bytes for cost in chosen),
         copied_bytes=sum(cost.copied_bytes for cost in chosen),
         elsewhere_bytes=costs.elsewhere_bytes,
-        positions=tuple(_positions(costs, assignment, in_flight))[::-1],
+        positions=tuple(_positions(costs, assignment, costs.in_flight(in_flight)))[::-1],
     )
 
 

@@ -422,7 +422,12 @@ class Store:
             link.buffer_is_full(newest.event)
             link.full_through = newest.number
 
-    # ------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------ what it holds, and the end
+
+    @property
+    def passing_bytes(self) -> int:
+        """What is on the device on its way: sources that are not yet copied, and what was brought back ahead."""
+        return self.in_flight_bytes + self._pending_bytes + self.ahead_bytes
 
     def copies(self) -> Copies:
         """What the last step moved. Waits for its copies where they were timed."""

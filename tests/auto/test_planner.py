@@ -30,14 +30,15 @@ KEPT = CheckpointConfig(gradient_checkpointing=False)
 
 
 class Measured:
-    """A tiny model, its planner (nothing may move: CPU memory is what is counted), and steps of it that are watched."""
+    """A tiny model, its planner, and steps of it that are watched: where nothing may move, since CPU memory is what is
+    counted."""
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str, can_move: bool = False) -> None:
         self.row = families.find(key)
         self.model: nn.Module = build_model(self.row, "tiny").train(self.row.train_mode)
         self.inputs = build_inputs(self.row.tiny, torch.float32)
         self.resident_bytes = residents(self.model, self.inputs).total_bytes
-        self.planner = Planner(self.model, self.row.stacks, CPU, 2**40, 1, can_move=False)
+        self.planner = Planner(self.model, self.row.stacks, CPU, 2**40, 1, can_move)
         self.planner.forecast((), self.inputs)
         self.planner.begin_step()
         self.step()  # gradients are there from now on
@@ -110,21 +111,35 @@ def test_a_step_that_ran_out_of_memory_is_told_once() -> None:
 
 
 def test_the_largest_error_of_a_schedule_counts_and_another_one_begins_anew() -> None:
-    measured = Measured("sd3_medium")
+    measured = Measured("sd3_medium", can_move=True)
     planner, forecast_bytes = measured.planner, measured.costs.resident_bytes
     first = solve(measured.costs, 2**40).schedule
     second = solve(measured.costs, smallest_peak(measured.costs).peak_bytes + 1).schedule
 
     def learn(schedule: Schedule, error_bytes: int) -> int:
-        expected = predict_step(
-            replace(measured.costs, resident_bytes=forecast_bytes), assignment_of(measured.costs, schedule)
-        ).highest.peak_bytes
+        whole = replace(measured.costs, resident_bytes=forecast_bytes, in_flight_share=1.0)
+        expected = predict_step(whole, assignment_of(whole, schedule)).highest.peak_bytes
         planner.learn_peak(schedule, Probed({}, {}, 1.0, expected + error_bytes, expected + error_bytes + 7))
         return measured.costs.resident_bytes - forecast_bytes
 
     assert [learn(first, 100), learn(first, 300), learn(first, -50)] == [100, 300, 300]
-    assert [learn(second, -50), learn(second, -80)] == [-50, -50]
+    assert planner.costs is not None and planner.costs.in_flight_share == 1.0  # nothing moved
+    assert [learn(second, -80), learn(second, -50)] == [0, 0]
+    whole = replace(planner.costs, in_flight_share=1.0)
+    in_flight_bytes = predict_step(whole, assignment_of(whole, second)).highest.in_flight_bytes
+    assert (1 - planner.costs.in_flight_share) * in_flight_bytes == pytest.approx(50)
     assert planner.spare_bytes == 7
+
+
+def test_a_plan_that_ran_says_what_was_measured() -> None:
+    measured = Measured("sd3_medium", can_move=True)
+    planner = measured.planner
+    plan = solve(measured.costs, smallest_peak(measured.costs).peak_bytes + 1)
+    predicted = plan.prediction.peak_bytes
+    for error_bytes in (-500, -300, -400):
+        planner.learn_peak(plan.schedule, Probed({}, {}, 1.0, predicted + error_bytes, predicted))
+    assert planner.as_it_ran(plan).prediction.peak_bytes == predicted - 300
+    assert planner.as_it_ran(plan).schedule == plan.schedule
 
 
 class Scripted:

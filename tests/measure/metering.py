@@ -52,4 +52,7 @@ class CountingMeter(TorchDispatchMode):
 
 
 def _storages(value: Any) -> list[torch.UntypedStorage]:
-    return [leaf.untyped_storage() for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    """Of tensors, and those that are given as they are (``Tensor.set_``)."""
+    leaves = tree_leaves(value)
+    of_tensors = [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return of_tensors + [leaf for leaf in leaves if isinstance(leaf, torch.UntypedStorage)]

@@ -16,7 +16,9 @@ from lowtide.plan.schedule import Schedule, mixed
 from lowtide.runtime.in_turn import InTurn
 from lowtide.runtime.resolve import resolve
 from lowtide.runtime.swap import Routes
+from lowtide.testing import cpu_offload
 from tests.measure.metering import CountingMeter
+from tests.runtime.links import LateLink, use_link
 from tests.runtime.toys import Block, Chain, Residual, assert_equal, chain, compile_each, inputs, step
 
 CPU = torch.device("cpu")
@@ -53,6 +55,29 @@ def test_what_only_the_caller_still_holds_when_a_block_ends_is_not_kept_by_it() 
         seen = probe.stop()
     assert seen is not None
     assert [seen.memory["blocks", index].kept_bytes // x.nbytes for index in range(4)] == [2, 1, 1, 2]
+
+
+@cpu_offload()
+def test_what_is_on_its_way_is_kept_by_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_link(monkeypatch, LateLink())
+    model, x = chain(8), inputs(rows=64)
+    config = CheckpointConfig(gradient_checkpointing=False, offload_min_bytes=1)
+
+    def kept_bytes(words: list[str], count_passing: bool) -> list[int]:
+        with attach_as(model, config, Schedule({"blocks": mixed(words)})) as handle:
+            step(model, lambda: model(x))  # the first one under a schedule counts bytes
+            passing = handle.passing_bytes if count_passing else lambda: 0
+            with CountingMeter() as meter:
+                probe = StepProbe(handle.stacks, CPU, meter, each=True, passing=passing).start()
+                step(model, lambda: model(x))
+                seen = probe.stop()
+        assert seen is not None
+        return [seen.memory["blocks", index].kept_bytes for index in range(8) if words[index] == "kept"]
+
+    plain = kept_bytes(["whole", "kept"] * 4, True)
+    assert len(set(plain)) == 1
+    assert kept_bytes(["whole+boundary", "kept"] * 4, True) == plain
+    assert min(kept_bytes(["whole+boundary", "kept"] * 4, False)) < plain[0]
 
 
 def test_gradients_and_hooks_are_as_before() -> None:
