@@ -21,7 +21,7 @@ def families(aliases: _Aliases = False, json: AsJson = False) -> None:
 
         rows = describe_families()
     if json:
-        show_json({"families": rows})
+        show_json({"families": list(rows)})
     else:
         show(
             _table(rows, aliases),
@@ -30,7 +30,7 @@ def families(aliases: _Aliases = False, json: AsJson = False) -> None:
         )
 
 
-def _table(rows: list[dict[str, Any]], aliases: bool) -> Table:
+def _table(rows: Sequence[dict[str, Any]], aliases: bool) -> Table:
     """Backends have a column only where some family cannot run all of them."""
     all_run_all = all(set(row["scopes"]) == set(BACKENDS) for row in rows)
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))

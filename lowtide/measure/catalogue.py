@@ -1,5 +1,6 @@
 """Every family as people and programs see it: counted on the classes themselves, so nothing can drift."""
 
+import functools
 import re
 import warnings
 from collections.abc import Iterator
@@ -18,10 +19,11 @@ _NEAR = 0.01
 _BLOCK, _MICRO_BLOCK = "block", "micro-block"
 
 
-def describe_families() -> list[dict[str, Any]]:
-    """Every family with its real configuration, built on the meta device."""
+@functools.cache
+def describe_families() -> tuple[dict[str, Any], ...]:
+    """Every family with its real configuration, built on the meta device: seconds, so once a process."""
     with _without_own_deprecations():
-        return [describe_family(family) for family in families.all_families()]
+        return tuple(describe_family(family) for family in families.all_families())
 
 
 def describe_family(family: Family) -> dict[str, Any]:
