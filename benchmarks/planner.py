@@ -42,7 +42,7 @@ from lowtide.runtime.in_turn import InTurn
 from lowtide.testing import cpu_offload
 from lowtide.units import format_bytes
 
-MOST_STEPS = 20
+MOST_STEPS = 26
 """Within which ``auto`` has to settle."""
 KEPT_BYTES = "kept bytes"
 """Name of a line that is no setting."""

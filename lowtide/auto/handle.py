@@ -4,8 +4,8 @@ Every step is a training step with the gradients of a plain run. The first ones 
 
 1. a forecast's plan that leaves room for its errors; afterwards the peak is known (and optimizer states exist);
 2. a schedule that has each treatment on some blocks, twice, of which the second is timed;
-3. the plan from measured times, the plan from what that one then took, and the best that moves nothing, a few steps
-   each. What was quickest stays.
+3. the plan from measured times, the plan from what that one then took, and the same two of plans that move nothing, a
+   few steps each. What was quickest stays.
 
 A forward with more elements than any before begins anew, from what is known by then; so does one after a step that ran
 out of memory, with more room to spare. Where the plain run fits, it stays with that, and measures nothing but its peak.
@@ -13,6 +13,7 @@ out of memory, with more room to spare. Where the plain run fits, it stays with 
 
 import functools
 import inspect
+import itertools
 import logging
 import math
 import weakref
@@ -233,18 +234,18 @@ class AutoHandle(Attachment):
         planner.learn_peak(sample, seen)
         planner.learn_times(sample, (yield False))
         tried: list[tuple[float, Plan]] = []
-        for moving in (True, True, False):
-            made = self._candidate(planner, moving)
+        for moving, like in itertools.product((True, False), (False, True)):
+            made = self._candidate(planner, moving, like)
             if made is not None and all(made.schedule != other.schedule for _, other in tried):
                 step_ms = yield from self._try(planner, self._take(made, _TRIED[moving]))
                 tried.append((step_ms, planner.as_it_ran(made)))
         self._take(min(tried, key=_quickest, default=(math.inf, plan))[1], _SETTLED)
 
     @staticmethod
-    def _candidate(planner: Planner, moving: bool = True) -> Plan | None:
+    def _candidate(planner: Planner, moving: bool = True, like: bool = False) -> Plan | None:
         """None where nothing seems to fit: without offload, or because the last step took more than was expected."""
         try:
-            return planner.plan(moving=moving)
+            return planner.plan(moving=moving, like=like)
         except ConfigError:
             return None
 

@@ -32,11 +32,11 @@ from lowtide.runtime.host_memory import share_of_host_bytes
 from lowtide.runtime.resolve import resolve
 from lowtide.units import format_bytes
 
-_CAUTION = 0.1
+_CAUTION = 0.14
 """Of the room for activations, left free as long as nothing is measured: forecasts of peaks err by some percent."""
-_MARGIN, _LEAST_MARGIN_BYTES = 0.04, 96 * 2**20
-"""Left free for pieces that fit nothing: a share of the room for activations, and at least so much. The pieces that an
-untried schedule leaves are not known."""
+_MARGIN, _FIRST_MARGIN, _LEAST_MARGIN_BYTES = 0.04, 0.08, 96 * 2**20
+"""Left free for pieces that fit nothing, and for errors: a share of the room for activations, and at least so much.
+More where nothing like a schedule has run."""
 _MOST_SPARE = 0.06  # of a budget: reserved memory may be left over from before the step
 _ON_CPU = "RTX 4090"  # there, figures of some card stand in until steps are measured
 
@@ -95,14 +95,15 @@ class Planner:
         if self._lying is not None:
             self._lying.updated = True
 
-    def plan(self, *, careful: bool = False, moving: bool = True) -> Plan:
+    def plan(self, *, careful: bool = False, moving: bool = True, like: bool = False) -> Plan:
         """careful: leave some of the budget free, but less where nothing would fit. moving: whether anything may wait
-        in CPU memory.
+        in CPU memory. like: whether such a plan has run.
 
         Raises ConfigError where nothing fits: says what would.
         """
         costs = self._known if moving else replace(self._known, link=None)
-        return solve(costs, self._careful_bytes(costs) if careful else self._most_bytes(costs, _MARGIN))
+        most_bytes = self._most_bytes(costs, _MARGIN if like else _FIRST_MARGIN)
+        return solve(costs, self._careful_bytes(costs) if careful else most_bytes)
 
     def as_it_ran(self, plan: Plan) -> Plan:
         """The plan of the last step, with what is known of it by now."""
@@ -187,7 +188,7 @@ class Planner:
     def _careful_bytes(self, costs: StepCosts) -> int:
         """What a plan may take that is the only one: enough for the smallest peak, if the budget is."""
         most_bytes = self.budget_bytes - self.spare_bytes
-        return min(most_bytes, max(self._most_bytes(costs, _MARGIN + _CAUTION), smallest_peak(costs).peak_bytes))
+        return min(most_bytes, max(self._most_bytes(costs, _CAUTION), smallest_peak(costs).peak_bytes))
 
     def _most_bytes(self, costs: StepCosts, share: float) -> int:
         """What a plan may take. share: of the room for activations, that is left free, more after each failure."""
