@@ -1,23 +1,13 @@
 """The handle of ``backend="auto"``: it looks at each step before it begins, and changes the schedule between steps.
 
-Every step is a training step with the gradients of a plain run. The first ones run under
-
-1. a forecast's plan that leaves room for its errors; afterwards the peak is known (and optimizer states exist);
-2. a schedule that has each treatment on some blocks, twice, of which the second is timed;
-3. the plan from measured times, the plan from what that one then took, and the same two of plans that move nothing, a
-   few steps each. What was quickest stays.
-
-A forward with more elements than any before begins anew, from what is known by then; so does one after a step that ran
-out of memory, with more room to spare. Where the plain run fits, it stays with that, and measures nothing but its peak.
+What runs in the first steps, ``measuring`` says. A forward with more elements than any before begins anew, from what is
+known by then; so does one after a step that ran out of memory, with more room to spare.
 """
 
 import functools
 import inspect
-import itertools
-import logging
-import math
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,10 +16,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide.auto.budget import Limit, budget_bytes
-from lowtide.auto.planner import Planner, in_short
+from lowtide.auto.measuring import Steps, measuring
+from lowtide.auto.planner import Planner
 from lowtide.auto.size import Size, Sizes
 from lowtide.controls import CheckpointConfig
-from lowtide.errors import ConfigError, LowtideError
+from lowtide.errors import LowtideError
 from lowtide.handle import NOT_CALLED, Attachment, Handle, attach_as, rows_for
 from lowtide.measure.meter import meter_of
 from lowtide.measure.probe import Probed, StepProbe
@@ -41,19 +32,6 @@ from lowtide.runtime.receipt import Receipt
 from lowtide.runtime.resolve import ResolvedStack, resolve
 from lowtide.runtime.swap import Routes, intercept, release
 from lowtide.runtime.tracer import transformed
-
-_log = logging.getLogger("lowtide")
-
-Steps = Generator[bool, Probed | None]
-"""What is left of measuring: at each ``yield`` a step runs, and what it showed comes back. What is yielded says whether
-the memory of each block is to be seen."""
-
-_SETTLED = "from now on"
-_TRIED = {True: "tried for some steps, from measured times", False: "tried for some steps, with nothing moving"}
-_TIMED = 3
-"""Steps of a candidate that count. The first under any schedule counts bytes, which takes time of its own."""
-_WORTH = 0.01
-"""Of the time of a step, that copies have to save to be worth it: what else uses the link or the host may change."""
 
 
 class AutoHandle(Attachment):
@@ -212,66 +190,22 @@ class AutoHandle(Attachment):
         planner.forecast(args, kwargs)
         if self._limit is None:
             self._limit = Limit(self._device, planner.budget_bytes)
-        return self._measuring(planner)
+        return measuring(planner, self)
 
     def _new_planner(self) -> Planner:
         can_move = can_offload(self._device)
         size_bytes = budget_bytes(self.config.vram_budget)
         return Planner(self._root, self._rows, self._device, size_bytes, self.config.offload_min_bytes, can_move)
 
-    def _measuring(self, planner: Planner) -> Steps:
-        plan = self._take(planner.plan(careful=True), "to begin with, from shapes")
-        planner.learn_peak(plan.schedule, (yield False))
-        sample = planner.sampling()
-        if sample is None or plan.leaves_off:
-            plan = self._take(self._candidate(planner) or plan, _SETTLED)
-        if sample is None or plan.leaves_off:
-            return
-        self._change(sample)
-        _log.info("auto: two steps measure each treatment on some blocks")
-        seen = yield True
-        planner.learn_bytes(sample, seen)
-        planner.learn_peak(sample, seen)
-        planner.learn_times(sample, (yield False))
-        tried: list[tuple[float, Plan]] = []
-        for moving, like in itertools.product((True, False), (False, True)):
-            made = self._candidate(planner, moving, like)
-            if made is not None and all(made.schedule != other.schedule for _, other in tried):
-                step_ms = yield from self._try(planner, self._take(made, _TRIED[moving]))
-                tried.append((step_ms, planner.as_it_ran(made)))
-        self._take(min(tried, key=_quickest, default=(math.inf, plan))[1], _SETTLED)
-
-    @staticmethod
-    def _candidate(planner: Planner, moving: bool = True, like: bool = False) -> Plan | None:
-        """None where nothing seems to fit: without offload, or because the last step took more than was expected."""
-        try:
-            return planner.plan(moving=moving, like=like)
-        except ConfigError:
-            return None
-
-    @staticmethod
-    def _try(planner: Planner, plan: Plan) -> Generator[bool, Probed | None, float]:
-        """Milliseconds of the quickest of a few steps under a plan that is attached; infinite if none was complete."""
-        planner.learn_peak(plan.schedule, (yield False))
-        times_ms = []
-        for _ in range(_TIMED):
-            seen = yield False
-            planner.learn_peak(plan.schedule, seen)
-            times_ms += [seen.step_ms] if seen is not None else []
-        if times_ms:
-            planner.learn_step(plan, min(times_ms))
-        return min(times_ms, default=math.inf)
-
-    def _take(self, plan: Plan, why: str) -> Plan:
-        """why: it is taken, for people."""
+    def take(self, plan: Plan, settled: bool) -> None:
+        """For ``measuring``."""
         self.plan = plan
-        self._change(plan.schedule)
-        if why == _SETTLED and not plan.schedule.moves_anything:
+        self.run_under(plan.schedule)
+        if settled and not plan.schedule.moves_anything:
             self._in_turn.trim()
-        _log.info("auto: %s: %s", why, in_short(plan))
-        return plan
 
-    def _change(self, schedule: Schedule) -> None:
+    def run_under(self, schedule: Schedule) -> None:
+        """For ``measuring``."""
         if schedule == self._running:
             return
         self._handle.detach()
@@ -294,11 +228,6 @@ class _Updates:
         handle = self.handle()
         if handle is not None:
             handle.note_update(optimizer)
-
-
-def _quickest(tried: tuple[float, Plan]) -> float:
-    step_ms, plan = tried
-    return step_ms * (1 + _WORTH * plan.schedule.moves_anything)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -1,0 +1,102 @@
+"""The first steps under ``auto``: what runs in each, and what is learnt from it.
+
+Every step is a training step with the gradients of a plain run. They run under
+
+1. a forecast's plan that leaves room for its errors; afterwards the peak is known (and optimizer states exist);
+2. a schedule that has each treatment on some blocks, twice, of which the second is timed;
+3. the plan from measured times, the plan from what that one then took, and the same two of plans that move nothing, a
+   few steps each. What was quickest stays.
+
+Where the plain run fits, it stays with that, and measures nothing but its peak.
+"""
+
+import itertools
+import logging
+import math
+from collections.abc import Generator
+from typing import Protocol
+
+from lowtide.auto.planner import Planner, in_short
+from lowtide.errors import ConfigError
+from lowtide.measure.probe import Probed
+from lowtide.plan.schedule import Schedule
+from lowtide.plan.solve import Plan
+
+_log = logging.getLogger("lowtide")
+
+Steps = Generator[bool, Probed | None]
+"""What is left of measuring: at each ``yield`` a step runs, and what it showed comes back. What is yielded says whether
+the memory of each block is to be seen."""
+
+_TRIED = {True: "tried for some steps, from measured times", False: "tried for some steps, with nothing moving"}
+_TIMED = 3
+"""Steps of a candidate that count. The first under any schedule counts bytes, which takes time of its own."""
+_WORTH = 0.01
+"""Of the time of a step, that copies have to save to be worth it: what else uses the link or the host may change."""
+
+
+class Attached(Protocol):
+    """The model, under one schedule after another."""
+
+    def run_under(self, schedule: Schedule) -> None: ...
+
+    def take(self, plan: Plan, settled: bool) -> None:
+        """Run under it, and say so to whoever asks. settled: it stays."""
+
+
+def measuring(planner: Planner, attached: Attached) -> Steps:
+    """Ends when the plan that stays has been taken. Raises ConfigError where nothing fits, before the first step."""
+    plan = _take(attached, planner.plan(careful=True), "to begin with, from shapes")
+    planner.learn_peak(plan.schedule, (yield False))
+    sample = planner.sampling()
+    if sample is None or plan.leaves_off:
+        made = _candidate(planner)
+        stays = planner.as_it_ran(plan) if made is None or made.schedule == plan.schedule else made
+        _take(attached, stays, "from now on", settled=True)
+        return
+    attached.run_under(sample)
+    _log.info("auto: two steps measure each treatment on some blocks")
+    seen = yield True
+    planner.learn_bytes(sample, seen)
+    planner.learn_peak(sample, seen)
+    planner.learn_times(sample, (yield False))
+    tried: list[tuple[float, Plan]] = []
+    for moving, like in itertools.product((True, False), (False, True)):
+        made = _candidate(planner, moving, like)
+        if made is not None and all(made.schedule != other.schedule for _, other in tried):
+            step_ms = yield from _try(planner, _take(attached, made, _TRIED[moving]))
+            tried.append((step_ms, planner.as_it_ran(made)))
+    _take(attached, min(tried, key=_quickest, default=(math.inf, plan))[1], "from now on", settled=True)
+
+
+def _candidate(planner: Planner, moving: bool = True, like: bool = False) -> Plan | None:
+    """None where nothing seems to fit: without offload, or because the last step took more than was expected."""
+    try:
+        return planner.plan(moving=moving, like=like)
+    except ConfigError:
+        return None
+
+
+def _try(planner: Planner, plan: Plan) -> Generator[bool, Probed | None, float]:
+    """Milliseconds of the quickest of a few steps under a plan that is attached; infinite if none was complete."""
+    planner.learn_peak(plan.schedule, (yield False))
+    times_ms = []
+    for _ in range(_TIMED):
+        seen = yield False
+        planner.learn_peak(plan.schedule, seen)
+        times_ms += [seen.step_ms] if seen is not None else []
+    if times_ms:
+        planner.learn_step(plan, min(times_ms))
+    return min(times_ms, default=math.inf)
+
+
+def _quickest(tried: tuple[float, Plan]) -> float:
+    step_ms, plan = tried
+    return step_ms * (1 + _WORTH * plan.schedule.moves_anything)
+
+
+def _take(attached: Attached, plan: Plan, why: str, settled: bool = False) -> Plan:
+    """why: it is taken, for people."""
+    attached.take(plan, settled)
+    _log.info("auto: %s: %s", why, in_short(plan))
+    return plan
