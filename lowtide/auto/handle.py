@@ -136,6 +136,8 @@ class AutoHandle(Attachment):
 
     def _before_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         seen, size = self._stop_probe(), self._sizes.of(args, kwargs)
+        if seen is None and self._steps is not None and self._planner is not None and self._planner.ran_out():
+            self.note_out_of_memory()
         largest = (max(size[0], self._largest[0]), max(size[1], self._largest[1]))
         if largest != self._largest:
             self._largest = (0, 0)  # until it is planned for: where nothing fits, the next forward is to say so, too
@@ -144,11 +146,8 @@ class AutoHandle(Attachment):
         elif size != largest:
             self._seen = seen  # it fits where the largest one does, and its times would mislead
         elif self._steps is not None and self._planner is not None:
-            if seen is None and self._planner.ran_out():
-                self._go_on(self._begin(args, kwargs), None)
-            else:
-                self._planner.begin_step()
-                self._go_on(self._steps, seen)
+            self._planner.begin_step()
+            self._go_on(self._steps, seen)
 
     def _go_on(self, steps: Steps, seen: Probed | None) -> None:
         self._steps = None
@@ -172,6 +171,13 @@ class AutoHandle(Attachment):
     @functools.cached_property
     def _device(self) -> torch.device:
         return next(self._root.parameters()).device
+
+    def note_out_of_memory(self) -> None:
+        """A step ran out of memory: the next forward is planned anew, for less. For those who catch the error and
+        repeat the step. On a CUDA device it is noticed without, as long as auto measures."""
+        if self._planner is not None and self._planner.costs is not None:
+            self._planner.note_failure(self._running)
+            self._largest = (0, 0)
 
     # ------------------------------------------------------------------ the first steps
 

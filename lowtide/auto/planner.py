@@ -37,6 +37,8 @@ _CAUTION = 0.14
 _MARGIN, _FIRST_MARGIN, _LEAST_MARGIN_BYTES = 0.04, 0.08, 96 * 2**20
 """Left free for pieces that fit nothing, and for errors: a share of the room for activations, and at least so much.
 More where nothing like a schedule has run."""
+_STEP_DOWN = 0.1
+"""By how much less the activations take after a step that ran out of memory."""
 _MOST_SPARE = 0.06  # of a budget: reserved memory may be left over from before the step
 _ON_CPU = "RTX 4090"  # there, figures of some card stand in until steps are measured
 
@@ -46,7 +48,7 @@ class Planner:
     """The costs of one model's step. rows: of its stacks. can_move: whether there is where to offload to.
 
     card: the device's figures, once they are asked for. spare_bytes: what PyTorch reserves beyond what tensors take.
-    failures: steps that ran out of memory.
+    ceiling_bytes: what a plan may take since a step ran out of memory; None: none has.
     """
 
     model: nn.Module
@@ -58,7 +60,7 @@ class Planner:
     costs: StepCosts | None = None
     card: Card | None = None
     spare_bytes: int = 0
-    failures: int = 0
+    ceiling_bytes: int | None = None
     _lying: Lying | None = None
     _now_bytes: int = 0
     _before_bytes: int = 0
@@ -178,12 +180,16 @@ class Planner:
         return self.costs
 
     def ran_out(self) -> bool:
-        """Whether a step has run out of memory since the last that was asked of it. From then on more is left free."""
-        assert self._lying is not None
-        if not self._lying.ran_out():
-            return False
-        self.failures += 1
-        return True
+        """Whether memory has run out since this was asked the last time."""
+        return self._lying is not None and self._lying.ran_out()
+
+    def note_failure(self, schedule: Schedule) -> None:
+        """A step under this schedule ran out of memory: what is planned from now on takes less than it was to take."""
+        costs = self._known
+        peak_bytes = predict_step(costs, assignment_of(costs, schedule)).peak_bytes
+        less_bytes = peak_bytes - int(_STEP_DOWN * max(0, peak_bytes - costs.resident_bytes))
+        self.ceiling_bytes = less_bytes if self.ceiling_bytes is None else min(less_bytes, self.ceiling_bytes)
+        self.ran_out()  # it has been told
 
     def _careful_bytes(self, costs: StepCosts) -> int:
         """What a plan may take that is the only one: enough for the smallest peak, if the budget is."""
@@ -191,11 +197,11 @@ class Planner:
         return min(most_bytes, max(self._most_bytes(costs, _CAUTION), smallest_peak(costs).peak_bytes))
 
     def _most_bytes(self, costs: StepCosts, share: float) -> int:
-        """What a plan may take. share: of the room for activations, that is left free, more after each failure."""
+        """What a plan may take. share: of the room for activations, that is left free."""
         room_bytes = max(0, self.budget_bytes - costs.resident_bytes)
         least_bytes = _LEAST_MARGIN_BYTES if self.device.type == "cuda" else 0  # pages that are partly in use
-        margin_bytes = max(least_bytes, int(share * room_bytes)) * (1 + self.failures)
-        return self.budget_bytes - self.spare_bytes - margin_bytes
+        most_bytes = self.budget_bytes - self.spare_bytes - max(least_bytes, int(share * room_bytes))
+        return most_bytes if self.ceiling_bytes is None else min(most_bytes, self.ceiling_bytes)
 
     def _traced(self, inputs: Mapping[str, Any], resident_bytes: int) -> StepCosts:
         self.card = self.card or _card(self.device)

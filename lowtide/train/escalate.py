@@ -41,6 +41,7 @@ from lowtide.train.resume import RunState
 from lowtide.train.settings import most_bytes, most_bytes_under, short_keys
 from lowtide.units import format_bytes
 
+_MOST_PLANNED_ANEW = 3
 _WHAT_TO_DO = (
     "What is left: a smaller train_batch_size (with more gradient_accumulation_steps a step still sees as many "
     "pictures), a smaller resolution or lora_rank, or more free memory on the device. The same command goes on from "
@@ -107,12 +108,38 @@ class Escalation:
             try:
                 return attempt()
             except torch.OutOfMemoryError as error:
-                found = self._next(indices, error)
-                if found is None:
+                found = None if self._may_plan_anew else self._next(indices, error)
+                if found is None and not self._may_plan_anew:
                     raise
                 _drop_frames(error)
             before.put_back()
-            self._go_on(*found)
+            torch.zeros((), requires_grad=True).backward()  # rule 2: the queue forgets what a failed backward left
+            give_back(self.updater.device)
+            if found is None:
+                self._plan_anew()
+            else:
+                self._go_on(*found)
+
+    @property
+    def _may_plan_anew(self) -> bool:
+        """Whether auto has a schedule that takes less, and has not failed too often."""
+        handle = self.attached.handle
+        again = sum(entry["next"] == entry["failed"] for entry in self.state.out_of_memory)
+        return isinstance(handle, AutoHandle) and handle.plan is not None and again < _MOST_PLANNED_ANEW
+
+    def _plan_anew(self) -> None:
+        handle = self.attached.handle
+        assert isinstance(handle, AutoHandle) and handle.plan is not None
+        peak_bytes = handle.plan.prediction.peak_bytes
+        handle.note_out_of_memory()
+        name, step = self.attached.name, self.state.step + 1
+        self.state.out_of_memory.append(
+            {"step": step, "failed": name, "failed_bytes": peak_bytes, "next": name, "next_bytes": None}
+        )
+        self.say(
+            f"step {step}: out of memory with {name}, which was to take {format_bytes(peak_bytes)} at most. The batch "
+            "is repeated, planned anew for less: same numbers"
+        )
 
     def _next(self, indices: tuple[int, ...], error: torch.OutOfMemoryError) -> tuple[Rung, Rung] | None:
         """The setting that failed and the next one; None, with the reason in the error's notes, if there is none."""
@@ -133,8 +160,6 @@ class Escalation:
         return failed, lower
 
     def _go_on(self, failed: Rung, rung: Rung) -> None:
-        torch.zeros((), requires_grad=True).backward()  # rule 2: the queue forgets what is left of a failed backward
-        give_back(self.updater.device)
         self.attached.change(rung.config)
         step = self.state.step + 1
         self.state.setting = rung.config.as_flat_dict()

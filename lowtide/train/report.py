@@ -86,7 +86,8 @@ def result_lines(report: Mapping[str, Any]) -> Iterator[str]:
             "the receipt says why"
         )
     for entry in report.get("out_of_memory", ()):
-        yield f"Out of memory in step {entry['step']} with {entry['failed']}: went on with {entry['next']}"
+        after = f"went on with {entry['next']}" if entry["next"] != entry["failed"] else "was planned anew for less"
+        yield f"Out of memory in step {entry['step']} with {entry['failed']}: {after}"
     for what, path in report["files"].items():
         yield f"{what.capitalize()}: {path}"
 

@@ -97,9 +97,12 @@ def test_after_a_step_that_ran_out_of_memory_more_is_left_free_but_what_fits_is_
     least = smallest_peak(planner.costs).peak_bytes
     planner.budget_bytes = least + (solve(planner.costs, 2**40).prediction.peak_bytes - least) * 9 // 10
     peaks = []
-    for planner.failures in (0, 2, 100):
-        peaks.append(planner.plan(careful=True).prediction.peak_bytes)
-    assert peaks[0] > peaks[1] > peaks[2] == least
+    for _ in range(40):
+        plan = planner.plan(careful=True)
+        peaks.append(plan.prediction.peak_bytes)
+        planner.note_failure(plan.schedule)
+    assert peaks == sorted(peaks, reverse=True) and peaks[0] > peaks[1] > peaks[2]
+    assert peaks[-1] == least
 
 
 def test_a_step_that_ran_out_of_memory_is_told_once() -> None:

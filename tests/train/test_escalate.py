@@ -196,14 +196,31 @@ def test_auto_comes_down_to_a_setting_by_name(
     train_and_tell: Tell, output: Path, everything: Everything, undisturbed: tuple[int, Any]
 ) -> None:
     auto = {"gradient_checkpointing_backend": "auto", "vram_budget": "64GiB"}
+    with Scarce({4: (5, BACKWARD), 5: (4, BACKWARD), 6: (3, FORWARD), 7: (5, BACKWARD)}) as scarce:
+        report, told = train_and_tell(**NO_GAPS | ACCUMULATED | auto, on_out_of_memory="escalate")
+    assert everything(output) == undisturbed[1]
+    assert scarce.attempts == undisturbed[0] + 4 and scarce.left_over == [0] * scarce.attempts
+    assert report is not None
+    *again, last = report["out_of_memory"]
+    assert [(entry["failed"], entry["next"], entry["next_bytes"]) for entry in again] == [("auto", "auto", None)] * 3
+    peaks = [entry["failed_bytes"] for entry in again]
+    assert peaks == sorted(set(peaks), reverse=True)  # auto had left checkpointing off; each plan takes less
+    assert (last["failed"], report["checkpointing"]) == ("auto", last["next"]) and last["next"] != "auto"
+    assert last["next_bytes"] < last["failed_bytes"]
+    assert told.count("planned anew for less: same numbers") == 3
+
+
+def test_auto_planned_anew_is_enough(
+    train_and_tell: Tell, output: Path, everything: Everything, undisturbed: tuple[int, Any]
+) -> None:
+    auto = {"gradient_checkpointing_backend": "auto", "vram_budget": "64GiB"}
     with Scarce({4: (5, BACKWARD)}) as scarce:
         report, _ = train_and_tell(**NO_GAPS | ACCUMULATED | auto, on_out_of_memory="escalate")
     assert everything(output) == undisturbed[1]
-    assert scarce.attempts == undisturbed[0] + 1 and scarce.left_over == [0] * scarce.attempts
-    assert report is not None and report["checkpointing"] == "torch-ffn"
-    (entry,) = report["out_of_memory"]
-    assert (entry["failed"], entry["next"]) == ("auto", "torch-ffn")
-    assert entry["next_bytes"] < entry["failed_bytes"]  # auto had left checkpointing off
+    assert scarce.attempts == undisturbed[0] + 1
+    assert report is not None and report["checkpointing"] == "auto"
+    assert report["recomputed_blocks"]["receipt"]  # nothing was before
+    assert any("with auto: was planned anew for less" in line for line in result_lines(report))
 
 
 def test_the_setting_from_the_start_gives_the_same(train_and_tell: Tell, output: Path, everything: Everything) -> None:
