@@ -10,7 +10,8 @@ import typer
 from lowtide.cli.options import AsJson, Sizes, Target, sizes_of
 from lowtide.cli.output import count_in_words, progress, say, show, show_json, working
 from lowtide.errors import ConfigError
-from lowtide.units import format_bytes, parse_bytes
+from lowtide.keys import AUTO
+from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
     from lowtide.measure.cards import Card
@@ -126,22 +127,30 @@ def _card(name: str | None) -> "Card":
 
 
 def _budget(text: str, card: "Card") -> int:
-    from lowtide.keys import Budget as AllowedBudget
     from lowtide.measure.device import available_bytes, budget_within
 
-    try:
-        budget = AllowedBudget()(text)
-    except ConfigError as error:
-        raise ConfigError(f"--budget {error}") from None
-    if isinstance(budget, int):
-        return budget
+    if text.strip().lower() != AUTO:
+        return _amount("--budget", text)
     free = available_bytes()
     return budget_within(card.memory_bytes if free is None else free)
 
 
+def _amount(option: str, text: str) -> int:
+    """Bytes. ConfigError where somebody forgot the unit, too."""
+    from lowtide.keys import Budget as AllowedBudget
+
+    try:
+        size_bytes = AllowedBudget()(text)
+    except ConfigError as error:
+        raise ConfigError(f"{option} {error}") from None
+    if not isinstance(size_bytes, int):
+        raise ConfigError(f"{option} {text!r} is not allowed; allowed: a size such as 16GiB, or none")
+    return size_bytes
+
+
 def _host(text: str | None) -> int | None:
     if text is not None:
-        return None if text.strip().lower() == "none" else parse_bytes(text)
+        return None if text.strip().lower() == "none" else _amount("--host-memory", text)
     from lowtide.runtime.host_memory import share_of_host_bytes
 
     return share_of_host_bytes()
@@ -174,7 +183,7 @@ def _write(path: Path, planned: "Planned") -> None:
 
 
 def _in_words(planned: "Planned", usual_host_limit: bool) -> Iterator[str]:
-    from lowtide.plan.explain import in_words
+    from lowtide.plan.explain import in_words, ms_in_words
 
     yield _heading(planned)
     yield _residents(planned)
@@ -193,8 +202,8 @@ def _in_words(planned: "Planned", usual_host_limit: bool) -> Iterator[str]:
     for fit in planned.fits:
         least = "at least " if fit.at_least else ""
         yield (
-            f"  {fit.name}: {least}{fit.largest} (asked: {fit.asked})"
-            if fit.largest[0] != "0"
+            f"  {fit.name}: {least}{fit.largest} (asked: {fit.asked}), {ms_in_words(fit.step_ms)} a step"
+            if fit.step_ms is not None
             else f"  {fit.name}: none"
         )
 

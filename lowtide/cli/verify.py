@@ -74,7 +74,7 @@ def _verified(target: str, config: CheckpointConfig, schedule: Schedule | None) 
     opened = open_target(target, "tiny")
     moves = config.moves if schedule is None else schedule.moves_anything
     with cpu_offload() if moves else nullcontext():
-        report = run_both(opened, schedule=schedule, **config.attach_arguments())
+        report = run_both(opened, **{**config.attach_arguments(), "schedule": schedule})
     return {
         "model": report.label,
         "class": class_of(opened.model),

@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass
 
 from lowtide.errors import ConfigError
+from lowtide.keys import Budget
 from lowtide.plan.costs import LinkRates
-from lowtide.units import parse_bytes
 
 _GEN3, _GEN4, _GEN5 = (LinkRates(rate, rate) for rate in (11.5, 23.5, 51.0))
 _GEN4_X8, _GEN5_X8 = (LinkRates(rate, rate) for rate in (11.5, 25.0))
@@ -106,9 +106,9 @@ def _by_figures(text: str) -> Card:
     try:
         if given.keys() != set(_FIGURES):
             raise ConfigError("each of them once")
-        memory_bytes = parse_bytes(given["memory"])
+        memory_bytes = Budget()(given["memory"])
         tflops, gb_per_s, link = (float(given[name]) for name in _FIGURES[1:])
-        if not all(0 < figure < math.inf for figure in (memory_bytes, tflops, gb_per_s, link)):
+        if not isinstance(memory_bytes, int) or not all(0 < figure < math.inf for figure in (tflops, gb_per_s, link)):
             raise ConfigError("all above 0")
     except ValueError as error:
         example = "memory=24GiB,tflops=70,gb_per_s=936,link=23.5"

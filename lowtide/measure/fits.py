@@ -20,12 +20,13 @@ Name = Literal["batch", "resolution", "frames", "rank"]
 class Fit:
     """How much of one thing would just fit with the best schedule, all else unchanged. largest 0: not even the least.
 
-    at_least: more was not looked for.
+    step_ms: what a step takes there; None: nothing fits. at_least: more was not looked for.
     """
 
     name: Name
     asked: str
     largest: str
+    step_ms: float | None
     at_least: bool = False
 
 
@@ -33,6 +34,10 @@ class Peaks(Protocol):
     """What a model needs, and what it would with other sizes or another rank. sizes: all of them."""
 
     def smallest_peak(self, rank: int | None, sizes: Mapping[str, int]) -> int: ...
+
+    def step_ms(self, rank: int | None, sizes: Mapping[str, int]) -> float:
+        """Under the quickest schedule that fits."""
+        ...
 
     def resident_bytes(self) -> int:
         """With the rank that was asked for, without inputs."""
@@ -59,27 +64,33 @@ def what_fits(peaks: Peaks, asked: Asked, allowed: Mapping[str, Allowed]) -> Ite
     def peak(**more: int) -> int:
         return peaks.smallest_peak(rank, {**sizes, **more})
 
+    def takes(**more: int) -> float:
+        return peaks.step_ms(rank, {**sizes, **more})
+
     def largest(counted: _Counted) -> int:
         return _largest(counted, asked.budget_bytes, _MOST_TIMES * counted.asked, at_none)
 
     if "B" in sizes:
         found = largest(_Counted(lambda number: peak(B=number), sizes["B"]))
-        yield Fit("batch", str(sizes["B"]), str(found), found >= _MOST_TIMES * sizes["B"])
+        step_ms = takes(B=found) if found else None
+        yield Fit("batch", str(sizes["B"]), str(found), step_ms, found >= _MOST_TIMES * sizes["B"])
     if sizes.get("FR", 1) > 1:
         rule = allowed.get("FR", Allowed(1))
         count = sizes["FR"] // rule.step
         found = largest(_Counted(lambda number: peak(FR=number * rule.step + rule.offset), count))
         frames = found * rule.step + rule.offset if found else 0
-        yield Fit("frames", str(sizes["FR"]), str(frames), found >= _MOST_TIMES * count)
+        step_ms = takes(FR=frames) if found else None
+        yield Fit("frames", str(sizes["FR"]), str(frames), step_ms, found >= _MOST_TIMES * count)
     if {"H", "W"} <= sizes.keys():
         picture = _Picture(sizes["H"], sizes["W"], _step(allowed))
         found = largest(_Counted(lambda number: peak(**picture.sides(number)), picture.tokens))
-        text = picture.text(found)
-        yield Fit("resolution", picture.text(picture.tokens), text, found >= _MOST_TIMES * picture.tokens)
+        text, step_ms = picture.text(found), takes(**picture.sides(found)) if found else None
+        yield Fit("resolution", picture.text(picture.tokens), text, step_ms, found >= _MOST_TIMES * picture.tokens)
     if rank is not None:
         counted, most = _Counted(lambda number: peaks.smallest_peak(number, sizes), rank, _RANK_STEP), max(rank, _MOST)
         found = _largest(counted, asked.budget_bytes, most, peak() - peaks.adapter_bytes())
-        yield Fit("rank", str(rank), str(found), found >= most)
+        step_ms = peaks.step_ms(found, sizes) if found else None
+        yield Fit("rank", str(rank), str(found), step_ms, found >= most)
 
 
 @dataclass(frozen=True)

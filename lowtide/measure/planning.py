@@ -236,6 +236,9 @@ class _Forecaster:
     def smallest_peak(self, rank: int | None, sizes: Mapping[str, int]) -> int:
         return smallest_peak(self.costs(rank, sizes)[0]).peak_bytes
 
+    def step_ms(self, rank: int | None, sizes: Mapping[str, int]) -> float:
+        return solve(self.costs(rank, sizes)[0], self.wish.budget_bytes).prediction.step_ms
+
     def resident_bytes(self) -> int:
         """Of the wish's model, without inputs."""
         return self._residents(self.model(self.wish.rank).target.model, {}).total_bytes

@@ -162,7 +162,7 @@ class TrainKeys(Keys):
     resume_from_checkpoint: Annotated[str, BeforeValidator(_Resume())] = Field(
         default=LATEST,
         description="`latest`: go on where `output_dir` stands. `false`: start afresh; what is there is moved into a "
-        "folder beside it. Or the name of a checkpoint.",
+        "folder in it, `earlier-1` and so on. Or the name of a checkpoint.",
     )
     validation_disable: Annotated[bool, BeforeValidator(Switch())] = Field(
         default=False, description="true: no sample before and after."

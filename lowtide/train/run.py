@@ -8,9 +8,13 @@ from typing import Any
 import torch
 
 import lowtide
+from lowtide import families
 from lowtide.auto.budget import budget_bytes
 from lowtide.auto.handle import AutoHandle
+from lowtide.errors import ConfigError
+from lowtide.handle import check_schedule
 from lowtide.plan.saved_plan import save_plan
+from lowtide.runtime.resolve import resolve
 from lowtide.runtime.store import accelerator_or_simulated
 from lowtide.train.adapters import Everything, Lora, Trained
 from lowtide.train.config import ESCALATE, TrainConfig, TrainKeys
@@ -30,6 +34,7 @@ from lowtide.train.resume import RunState, read_tensors, save_checkpoint
 from lowtide.train.samples import AFTER, BEFORE, write_pair, write_sample
 from lowtide.train.settings import compare_settings, recomputed_blocks
 from lowtide.train.start import begin
+from lowtide.units import format_bytes
 
 _FIXED_EXAMPLES = 8
 
@@ -61,13 +66,17 @@ def run(config: TrainConfig, reporter: Reporter) -> dict[str, Any] | None:
     training broke down.
     """
     planned = config.checkpointing.planned()
-    if config.checkpointing.moves or (planned is not None and planned.moves_anything):
+    if config.checkpointing.moves:
         accelerator_or_simulated()  # raises now what attach would raise after everything is cached
+    if planned is not None and planned.moves_anything:
+        _check_that_it_can_run(config.checkpointing.schedule)
     if config.checkpointing.is_auto:
         budget_bytes(config.checkpointing.vram_budget)
     prepared = prepare(config, reporter)
     state, checkpoint = begin(config, prepared.cached.digest, reporter)
     session = _open(prepared, state, checkpoint)
+    if planned is not None:
+        check_schedule(planned, resolve(session.denoiser.model, families.find(config.keys.family).stacks))
     if state.loss_before is None:
         state.loss_before = session.fixed_loss()
         _sample(session, BEFORE)
@@ -78,6 +87,17 @@ def run(config: TrainConfig, reporter: Reporter) -> dict[str, Any] | None:
     if state.step < config.keys.max_train_steps:
         return None
     return _finish(session, attached, compare_blocks(blocks, state.receipt))
+
+
+def _check_that_it_can_run(path: str | None) -> None:
+    try:
+        accelerator_or_simulated()
+    except ConfigError as error:
+        raise ConfigError(
+            f"gradient_checkpointing_schedule: by the plan in {path} some activations wait in CPU memory, and torch "
+            "sees no accelerator on this machine. Leave the key out, or make a plan by which nothing moves: `lowtide "
+            "plan --host-memory 1MiB`."
+        ) from error
 
 
 def _open(prepared: Prepared, state: RunState, checkpoint: Path | None) -> Session:
@@ -179,8 +199,21 @@ def _found_plan(keys: TrainKeys, attached: Attached) -> dict[str, str]:
         return {}
     path = keys.output / PLAN
     with new_file(path) as partial:
-        save_plan(partial, handle.plan, {"found by": "auto", "family": keys.family})
+        save_plan(partial, handle.plan, _conditions(keys, handle))
     return {"plan": str(path)}
+
+
+def _conditions(keys: TrainKeys, handle: AutoHandle) -> dict[str, str]:
+    """What the plan is for."""
+    return {
+        "model": families.find(keys.family).title,
+        "found by": "auto, in training",
+        "budget": format_bytes(handle.budget_bytes or 0),
+        "trained": f"LoRA {keys.lora_rank}" if keys.model_type == "lora" else "all weights",
+        "resolution": str(keys.resolution),
+        "train_batch_size": str(keys.train_batch_size),
+        "mixed_precision": keys.mixed_precision,
+    }
 
 
 def _settings(session: Session, attached: Attached) -> list[dict[str, Any]] | None:

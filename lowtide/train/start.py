@@ -6,7 +6,7 @@ from lowtide.train.config import AFRESH, CONTROLS, TrainConfig, changes
 from lowtide.train.files import remove_partial
 from lowtide.train.metrics import METRICS, cut_metrics
 from lowtide.train.progress import Reporter
-from lowtide.train.report import REPORT, WEIGHTS
+from lowtide.train.report import PLAN, REPORT, WEIGHTS
 from lowtide.train.resume import RunState, check_continues, checkpoints, choose_checkpoint, read_state, step_of
 from lowtide.train.samples import AFTER, BEFORE, BOTH
 
@@ -38,7 +38,7 @@ def begin(config: TrainConfig, data: str, reporter: Reporter) -> tuple[RunState,
 def _results(output: Path) -> list[Path]:
     """Everything of a run that is there, if any of it is worth keeping: steps that no checkpoint holds are not."""
     kept = [path for path in (*checkpoints(output), output / REPORT, *_weights(output)) if path.exists()]
-    rest = [output / name for name in (METRICS, BEFORE, AFTER, BOTH)]
+    rest = [output / name for name in (METRICS, BEFORE, AFTER, BOTH, PLAN)]
     if not kept:
         (output / METRICS).unlink(missing_ok=True)
         return []

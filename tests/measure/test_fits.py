@@ -23,6 +23,9 @@ class MadeUp:
         self.looks.add((rank, *sizes.values()))
         return self._peak(rank, sizes)
 
+    def step_ms(self, rank: int | None, sizes: Mapping[str, int]) -> float:
+        return float(self._peak(rank, sizes))
+
     def resident_bytes(self) -> int:
         return self._resident_bytes
 
@@ -42,6 +45,7 @@ def test_what_grows_evenly_is_found_exactly_in_three_looks(bytes_each: int, aske
     assert int(fit.largest) == min(800 // bytes_each, 16 * asked)
     assert fit.at_least == (800 // bytes_each >= 16 * asked)
     assert len(model.looks) <= 3
+    assert fit.step_ms == 200 + bytes_each * int(fit.largest)
 
 
 def test_what_grows_unevenly_is_found_nearly() -> None:
@@ -53,7 +57,7 @@ def test_what_grows_unevenly_is_found_nearly() -> None:
 
 def test_not_even_one() -> None:
     fit = _fits(MadeUp(lambda rank, sizes: 2000 + sizes["B"], 2000), {"B": 2})["batch"]
-    assert (fit.largest, fit.at_least) == ("0", False)
+    assert (fit.largest, fit.at_least, fit.step_ms) == ("0", False, None)
 
 
 def test_what_cannot_run_does_not_fit() -> None:
@@ -85,4 +89,4 @@ def test_the_largest_rank_that_is_looked_for_is_at_least_that() -> None:
     fit = _fits(model, {}, rank=16)["rank"]
     assert (fit.largest, fit.at_least) == ("1024", True)
     narrow = MadeUp(lambda rank, sizes: 100 + 3 * (rank or 0), 148, 48)
-    assert _fits(narrow, {}, rank=16)["rank"] == Fit("rank", "16", "300")
+    assert _fits(narrow, {}, rank=16)["rank"] == Fit("rank", "16", "300", step_ms=1000.0)

@@ -7,26 +7,35 @@ from typing import Any
 import pytest
 
 from lowtide.errors import ConfigError
-from lowtide.plan.saved_plan import load_plan
+from lowtide.plan.costs import BlockKind, LinkRates, StepCosts, TreatmentCost
+from lowtide.plan.saved_plan import load_plan, save_plan
+from lowtide.plan.schedule import KEPT, SAVED
+from lowtide.plan.solve import solve
+from lowtide.testing import cpu_offload
 from lowtide.train.report import result_lines, setting_name
 from tests.train.test_auto import AUTO, Train, least_bytes
 
-LONG = {"max_train_steps": 30, "checkpoint_step_interval": 30}
-"""More steps than auto measures: those with smaller pictures do not count."""
+LONG = {"max_train_steps": 22, "checkpoint_step_interval": 22}
+"""More steps than auto measures."""
 PLANNED = AUTO | {"gradient_checkpointing_backend": None}
 
 
 def test_what_auto_came_to_is_where_another_run_begins(
-    train: Train, output: Path, numbers: Callable[[Path], Any]
+    train: Train, output: Path, numbers: Callable[[Path], Any], photos: Path, tmp_path: Path
 ) -> None:
-    least = least_bytes(train, output_dir=str(output / "too-small"))
-    found = train(**AUTO | LONG, vram_budget=least + least // 50)
+    for photo in photos.iterdir():
+        if photo.stem not in ("galaxies", "photographer"):  # of one shape, so that every step counts
+            photo.unlink()
+    own = LONG | {"data_dir": str(photos), "cache_dir": str(tmp_path / "cache")}
+    least = least_bytes(train, output_dir=str(output / "too-small"), **own)
+    found = train(**AUTO | own, vram_budget=least + least // 50)
     assert found is not None
     file, learned = Path(found["files"]["plan"]), numbers(output)
-    assert load_plan(file).conditions == {"found by": "auto", "family": "flux1"}
+    told = load_plan(file).conditions
+    assert (told["model"], told["trained"], told["resolution"]) == ("Flux.1", "LoRA 4", "96")
 
     again = output / "again"
-    report = train(**PLANNED | LONG, gradient_checkpointing_schedule=str(file), output_dir=str(again))
+    report = train(**PLANNED | own, gradient_checkpointing_schedule=str(file), output_dir=str(again))
     assert report is not None
     assert numbers(again) == learned
     assert report["recomputed_blocks"] == found["recomputed_blocks"]
@@ -37,6 +46,26 @@ def test_what_auto_came_to_is_where_another_run_begins(
     assert ran["scope"] == "plan" and setting_name(ran["keys"]) == "plan plan.json"
     assert any("exactly those that the setting asks for" in line for line in result_lines(report))
     assert report["config"]["gradient_checkpointing_schedule"] == str(file.resolve())
+
+
+def test_a_plan_of_another_model_is_refused_before_the_first_sample(train: Train, output: Path, tmp_path: Path) -> None:
+    moving = TreatmentCost(KEPT, frozenset({SAVED}), cpu_bytes=10, working_bytes=1, copied_bytes=10)
+    kind = BlockKind(1.0, 2.0, (TreatmentCost(KEPT, kept_bytes=10), moving))
+    costs = StepCosts({"a": kind}, {"blocks": ("a",) * 5}, 0, link=LinkRates(1.0, 1.0))
+    save_plan(tmp_path / "plan.json", solve(costs, 45))
+    keys = {"gradient_checkpointing_schedule": str(tmp_path / "plan.json"), "validation_disable": False}
+    with cpu_offload(), pytest.raises(ConfigError, match="the schedule is for stacks"):
+        train(**PLANNED | keys)
+    assert not list(output.glob("*.png"))
+    with pytest.raises(ConfigError, match="some activations wait in CPU memory, and torch sees no accelerator"):
+        train(**PLANNED | keys)
+
+
+def test_a_plan_is_part_of_what_a_fresh_start_moves_aside(train: Train, output: Path) -> None:
+    train()
+    (output / "plan.json").write_text("{}")
+    train(resume_from_checkpoint="false", max_train_steps=2)
+    assert not (output / "plan.json").exists() and (output / "earlier-1" / "plan.json").exists()
 
 
 @pytest.mark.parametrize(
