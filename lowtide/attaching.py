@@ -62,6 +62,8 @@ def attach(
     """
     if unknown:
         _refuse(unknown)
+    if isinstance(schedule, str) and is_unset(schedule):
+        schedule = None
     if schedule is not None:
         _check_exclusive(backend, interval, segment_stride, offload_attention, vram_budget)
         backend = None
@@ -81,7 +83,7 @@ def attach(
 
 def _schedule_of(given: Any) -> Schedule | None:
     if isinstance(given, str | Path):
-        return load_plan(given).schedule
+        return load_plan(given.strip() if isinstance(given, str) else given).schedule
     if given is not None and not isinstance(given, Schedule):
         raise ConfigError(
             f"schedule must be a lowtide.plan.schedule.Schedule or the path of a saved plan, not a "

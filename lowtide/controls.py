@@ -128,8 +128,8 @@ class CheckpointConfig(Keys):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         width, stride = self.interval, self.segment_stride
-        self._check_auto()
         self._check_schedule()
+        self._check_auto()
         if not self.gradient_checkpointing and (width, stride) != (None, None):
             field, value = ("interval", width) if width is not None else ("segment_stride", stride)
             raise ValueError(

@@ -20,12 +20,11 @@ from lowtide.auto.measuring import Steps, measuring
 from lowtide.auto.planner import Planner
 from lowtide.auto.size import Size, Sizes
 from lowtide.controls import CheckpointConfig
-from lowtide.errors import LowtideError
 from lowtide.handle import NOT_CALLED, Attachment, Handle, attach_as, rows_for
 from lowtide.measure.meter import meter_of
 from lowtide.measure.probe import Probed, StepProbe
+from lowtide.plan.answer import Plan
 from lowtide.plan.schedule import Schedule, keep_all
-from lowtide.plan.solve import Plan
 from lowtide.runtime.in_turn import InTurn
 from lowtide.runtime.link import can_offload
 from lowtide.runtime.receipt import Receipt
@@ -80,7 +79,7 @@ class AutoHandle(Attachment):
     @property
     def settled(self) -> bool:
         """Whether nothing is measured any more: the schedule stays, until a larger forward than any before comes."""
-        return self.plan is not None and self._steps is None
+        return self.plan is not None and self._steps is None and self._largest != (0, 0)
 
     @property
     def budget_bytes(self) -> int | None:
@@ -136,7 +135,7 @@ class AutoHandle(Attachment):
 
     def _before_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         seen, size = self._stop_probe(), self._sizes.of(args, kwargs)
-        if seen is None and self._steps is not None and self._planner is not None and self._planner.ran_out():
+        if self._planner is not None and self._planner.ran_out():
             self.note_out_of_memory()
         largest = (max(size[0], self._largest[0]), max(size[1], self._largest[1]))
         if largest != self._largest:
@@ -155,9 +154,11 @@ class AutoHandle(Attachment):
             each = steps.send(seen)
         except StopIteration:
             return
-        except LowtideError:
+        except BaseException:  # an interrupt, too: half of a change may be done
             self._largest = (0, 0)  # the next forward is planned for anew, or says the same
             raise
+        if not self.active:  # detached by what was traced
+            return
         self._steps = steps
         meter, passing = meter_of(self._device), self._handle.passing_bytes
         self._probe = StepProbe(self.stacks, self._device, meter, each, self._watching, passing).start()
@@ -174,8 +175,8 @@ class AutoHandle(Attachment):
 
     def note_out_of_memory(self) -> None:
         """A step ran out of memory: the next forward is planned anew, for less. For those who catch the error and
-        repeat the step. On a CUDA device it is noticed without, as long as auto measures."""
-        if self._planner is not None and self._planner.costs is not None:
+        repeat the step. On a CUDA device it is noticed without."""
+        if self._planner is not None and self._planner.costs is not None and self._running is not None:
             self._planner.note_failure(self._running)
             self._largest = (0, 0)
 
@@ -212,16 +213,18 @@ class AutoHandle(Attachment):
 
     def run_under(self, schedule: Schedule) -> None:
         """For ``measuring``."""
-        if schedule == self._running:
+        if schedule == self._running or not self.active:
             return
+        self._running = None  # whatever interrupts this, the next forward attaches again
         self._handle.detach()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # pieces that fit the steps before fit none of the next
         self._handle = self._attached(schedule)
 
     def _attached(self, schedule: Schedule) -> Handle:
+        handle = attach_as(self._root, self._memory, schedule, self._family, self._in_turn)
         self._running = schedule
-        return attach_as(self._root, self._memory, schedule, self._family, self._in_turn)
+        return handle
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from typing import Protocol
 from lowtide.auto.planner import Planner, in_short
 from lowtide.errors import ConfigError
 from lowtide.measure.probe import Probed
+from lowtide.plan.answer import Plan
 from lowtide.plan.schedule import Schedule
-from lowtide.plan.solve import Plan
 
 _log = logging.getLogger("lowtide")
 

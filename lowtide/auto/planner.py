@@ -21,12 +21,13 @@ from lowtide.measure.forecast import forecast
 from lowtide.measure.meta_copy import casting_as, on_meta, shapes_of
 from lowtide.measure.meter import meter_of
 from lowtide.measure.probe import Probed
+from lowtide.plan.answer import Plan
 from lowtide.plan.assignment import assignment_of, schedule_of
 from lowtide.plan.costs import BlockKind, StepCosts
 from lowtide.plan.predict_step import predict_step
 from lowtide.plan.sampling import bytes_of, corrected, samples_of, sampling, with_bytes, with_copies_taking
 from lowtide.plan.schedule import ATTENTION, KEPT, WHOLE, Schedule
-from lowtide.plan.solve import Plan, smallest_peak, solve
+from lowtide.plan.solve import smallest_peak, solve
 from lowtide.runtime.flatten import OpaqueArgument, flatten_call
 from lowtide.runtime.host_memory import share_of_host_bytes
 from lowtide.runtime.resolve import resolve
@@ -180,7 +181,7 @@ class Planner:
         return self.costs
 
     def ran_out(self) -> bool:
-        """Whether memory has run out since this was asked the last time."""
+        """Whether memory has run out since this was asked the last time: in a step, or wherever."""
         return self._lying is not None and self._lying.ran_out()
 
     def note_failure(self, schedule: Schedule) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 from lowtide.bench.outcome import GIB, seconds
 from lowtide.bench.record import Figures
+from lowtide.plan.answer import Plan
 from lowtide.plan.explain import as_dict, places_by_treatment
-from lowtide.plan.solve import Plan
 
 
 def planned(plan: Plan, budget_bytes: int) -> dict[str, Any]:

@@ -6,7 +6,6 @@ figure is always better: ``lowtide plan`` says which it used.
 """
 
 import difflib
-import math
 import re
 from dataclasses import dataclass
 
@@ -101,15 +100,15 @@ def find_card(name: str) -> Card:
 
 
 def _by_figures(text: str) -> Card:
-    parts = (part.replace(" ", "").partition("=") for part in text.lower().split(","))
+    parts = [part.replace(" ", "").partition("=") for part in text.lower().split(",")]
     given = {name: value for name, _, value in parts}
     try:
-        if given.keys() != set(_FIGURES):
+        if sorted(name for name, _, _ in parts) != sorted(_FIGURES):
             raise ConfigError("each of them once")
         memory_bytes = Budget()(given["memory"])
         tflops, gb_per_s, link = (float(given[name]) for name in _FIGURES[1:])
-        if not isinstance(memory_bytes, int) or not all(0 < figure < math.inf for figure in (tflops, gb_per_s, link)):
-            raise ConfigError("all above 0")
+        if not isinstance(memory_bytes, int) or not all(1e-3 < figure < 1e6 for figure in (tflops, gb_per_s, link)):
+            raise ConfigError("no card is like that")
     except ValueError as error:
         example = "memory=24GiB,tflops=70,gb_per_s=936,link=23.5"
         raise ConfigError(f"card {text!r}: expected {', '.join(_FIGURES)}, as in {example} ({error})") from error

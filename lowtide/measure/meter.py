@@ -36,7 +36,7 @@ class CudaMeter:
         return torch.cuda.max_memory_reserved(self._device)
 
     def failures(self) -> int:
-        return torch.cuda.memory_stats(self._device).get("num_ooms", 0)
+        return torch.cuda.memory_stats_as_nested_dict(self._device).get("num_ooms", 0)
 
     def reset(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)

@@ -17,9 +17,10 @@ from lowtide.measure.forecast import forecast
 from lowtide.measure.hints import Need, hints
 from lowtide.measure.inputs import namespace
 from lowtide.measure.residents import ADAMW, STATE_BYTES, Residents, residents
+from lowtide.plan.answer import Plan
 from lowtide.plan.costs import StepCosts
 from lowtide.plan.explain import as_dict, prediction_dict
-from lowtide.plan.solve import Plan, smallest_peak, solve
+from lowtide.plan.solve import smallest_peak, solve
 from lowtide.runtime.resolve import ResolvedStack, resolve
 from lowtide.units import format_bytes
 
@@ -226,7 +227,10 @@ class _Forecaster:
 
     def _forecast(self, built: _Model, sizes: Mapping[str, int]) -> tuple[StepCosts, Residents]:
         model, limit = built.target.model, self.wish.host_limit_bytes
-        inputs = built.target.inputs(torch.bfloat16, over=sizes, device="meta")
+        try:
+            inputs = built.target.inputs(torch.bfloat16, over=sizes, device="meta")
+        except (RuntimeError, MemoryError) as error:  # masks and whole numbers are made, since they may decide shapes
+            raise ConfigError(f"inputs of these sizes cannot be made on this machine: {error}") from error
         lying = self._residents(model, inputs)
         return (
             forecast(model, built.stacks, inputs, self.wish.card, lying.total_bytes, host_limit_bytes=limit),

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
+from lowtide.plan.answer import Alternative, Plan
 from lowtide.plan.costs import FORECAST
 from lowtide.plan.predict_step import Position, StepPrediction
 from lowtide.plan.schedule import (
@@ -19,7 +20,6 @@ from lowtide.plan.schedule import (
     Schedule,
     StackSchedule,
 )
-from lowtide.plan.solve import Alternative, Plan
 from lowtide.units import format_bytes
 
 _DOES = {

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lowtide.errors import ConfigError, MachineError
+from lowtide.plan.answer import Alternative, Plan
 from lowtide.plan.predict_step import Position, StepPrediction
 from lowtide.plan.schedule import Schedule, StackSchedule, mixed
-from lowtide.plan.solve import Alternative, Plan
 
 FORMAT, VERSION = "lowtide plan", 1
 _FILE = {"format", "version", "conditions", "plan"}

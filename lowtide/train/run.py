@@ -14,6 +14,7 @@ from lowtide.auto.handle import AutoHandle
 from lowtide.errors import ConfigError
 from lowtide.handle import check_schedule
 from lowtide.plan.saved_plan import save_plan
+from lowtide.plan.schedule import Schedule
 from lowtide.runtime.resolve import resolve
 from lowtide.runtime.store import accelerator_or_simulated
 from lowtide.train.adapters import Everything, Lora, Trained
@@ -76,7 +77,7 @@ def run(config: TrainConfig, reporter: Reporter) -> dict[str, Any] | None:
     state, checkpoint = begin(config, prepared.cached.digest, reporter)
     session = _open(prepared, state, checkpoint)
     if planned is not None:
-        check_schedule(planned, resolve(session.denoiser.model, families.find(config.keys.family).stacks))
+        _check_that_it_is_for(session.denoiser, config, planned)
     if state.loss_before is None:
         state.loss_before = session.fixed_loss()
         _sample(session, BEFORE)
@@ -98,6 +99,13 @@ def _check_that_it_can_run(path: str | None) -> None:
             "sees no accelerator on this machine. Leave the key out, or make a plan by which nothing moves: `lowtide "
             "plan --host-memory 1MiB`."
         ) from error
+
+
+def _check_that_it_is_for(denoiser: Denoiser, config: TrainConfig, planned: Schedule) -> None:
+    try:
+        check_schedule(planned, resolve(denoiser.model, families.find(config.keys.family).stacks))
+    except ConfigError as error:
+        raise ConfigError(f"gradient_checkpointing_schedule: {config.checkpointing.schedule}: {error}") from error
 
 
 def _open(prepared: Prepared, state: RunState, checkpoint: Path | None) -> Session:

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 import lowtide
 from lowtide.errors import ConfigError, MachineError
+from lowtide.plan.answer import Alternative, Plan
 from lowtide.plan.costs import FORECAST, BlockKind, LinkRates, StepCosts, TreatmentCost
 from lowtide.plan.explain import CHOSEN, SLOWER, TOO_MUCH, as_dict, in_words
 from lowtide.plan.saved_plan import dumps, load_plan, loads, save_plan
 from lowtide.plan.schedule import ATTENTION, BOUNDARY, FFN, KEPT, WHOLE
-from lowtide.plan.solve import Alternative, Plan, smallest_peak, solve
+from lowtide.plan.solve import smallest_peak, solve
 from lowtide.testing import cpu_offload
 from tests.plan.chains import steps
 from tests.runtime.toys import chain, inputs
