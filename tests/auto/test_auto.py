@@ -38,7 +38,7 @@ def ran_as_planned(handle: AutoHandle) -> bool:
 ROWS = [
     row.key
     for row in families.all_families()
-    if EVERY_MODE or row.key in ("flux1", "sd3_medium", "sdxl", "wan21_1_3b", "hunyuan_video_15", "stable_cascade_c")
+    if EVERY_MODE or row.key in ("flux1", "sd3_medium", "sd15", "wan21_1_3b", "hunyuan_video_15", "stable_cascade_c")
 ]
 """All of them where LOWTIDE_EVERY_MODE is set: minutes."""
 

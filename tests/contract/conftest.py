@@ -15,7 +15,8 @@ EVERY_MODE = os.environ.get("LOWTIDE_EVERY_MODE", "0") not in ("", "0")
 
 THOROUGH = ("flux1", "sd15", "sana", "wan21_1_3b")
 """Rows whose blocks differ most from each other, of like ones the smallest: they run every mode. Any other row runs
-three, neighbours others."""
+two or three, neighbours others."""
+_APART = 20
 
 ROWS = [row for row in families.all_families() if EVERY_MODE or row.key in THOROUGH]
 
@@ -23,7 +24,7 @@ ROWS = [row for row in families.all_families() if EVERY_MODE or row.key in THORO
 def _steps() -> Iterator[tuple[str, Mode, str]]:
     for number, row in enumerate(families.all_families()):
         modes = [(mode, "full") for mode in ALL] + [(mode, "lora") for mode in FEW]
-        chosen = modes if EVERY_MODE or row.key in THOROUGH else modes[number % 14 :: 14]
+        chosen = modes if EVERY_MODE or row.key in THOROUGH else modes[number % _APART :: _APART]
         yield from ((row.key, mode, training) for mode, training in chosen)
 
 
