@@ -37,7 +37,7 @@ from lowtide.handle import attach_as, rows_for
 from lowtide.keys import AUTO
 from lowtide.measure.meter import meter_of
 from lowtide.measure.probe import StepProbe
-from lowtide.plan.schedule import Schedule, mixed
+from lowtide.plan.schedule import MAX_SIZES, Schedule, mixed
 from lowtide.runtime.in_turn import InTurn
 from lowtide.testing import cpu_offload
 from lowtide.units import format_bytes
@@ -93,15 +93,18 @@ def clear(device: str) -> None:
 
 
 def fixed(task: Task, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    in_turn = InTurn(MAX_SIZES)  # memory that was pinned once is used again
     for mode in options.fixed or (NONE, *(name for name in ATTACHED if name != AUTO)):
         clear(options.device)
         try:
-            with nullcontext() if mode == NONE else lowtide.attach(task.model, **ATTACHED[mode], **options.more):
+            config = None if mode == NONE else CheckpointConfig.for_attach(**ATTACHED[mode], **options.more)
+            with nullcontext() if config is None else attach_as(task.model, config, in_turn=in_turn):
                 yield {"setting": mode, **measure(task, options.device, options.warm_up, options.steps)}
         except (ConfigError, torch.OutOfMemoryError) as error:
             yield {"setting": mode, "failed": f"{type(error).__name__}: {error}"[:200]}
         for tensor in task.trained:
             tensor.grad = None
+    in_turn.close()
 
 
 def kept(task: Task, options: argparse.Namespace) -> dict[str, Any]:
@@ -178,7 +181,7 @@ def at_random(task: Task, options: argparse.Namespace) -> Iterator[dict[str, Any
     """Schedules of two to four treatments in a random mixture, block by block."""
     draw = random.Random(0)
     memory = CheckpointConfig(gradient_checkpointing=False, **options.more)
-    in_turn = InTurn(memory.offload_pin_memory_max_buckets)  # memory that was pinned once is used again
+    in_turn = InTurn(MAX_SIZES)
     for number in range(options.random):
         words = draw.sample(WORDS, draw.randint(2, 4))
         weights = [draw.random() for _ in words]
