@@ -58,6 +58,7 @@ class AutoHandle(Attachment):
         self._seen: Probed | None = None
         self._sizes = Sizes(self._root)
         self._largest: Size = (0, 0)
+        self._failed: Size = (0, 0)
         self._updated = False
         self._on_update = register_optimizer_step_post_hook(_Updates(weakref.ref(self)))
         self._steps: Steps | None = None
@@ -108,6 +109,7 @@ class AutoHandle(Attachment):
         release([self._root], self)
         self._stop_probe()
         self._handle.detach()
+        self._release()
         self._in_turn.close()
         if self._limit is not None:
             self._limit.lift()
@@ -139,10 +141,12 @@ class AutoHandle(Attachment):
             self.note_out_of_memory()
         largest = (max(size[0], self._largest[0]), max(size[1], self._largest[1]))
         if largest != self._largest:
+            if self._planner is not None and any(now > then for now, then in zip(largest, self._failed, strict=True)):
+                self._planner.ceiling_bytes = None  # a smaller step's says nothing of this one
             self._largest = (0, 0)  # until it is planned for: where nothing fits, the next forward is to say so, too
             self._go_on(self._begin(args, kwargs), None)
             self._largest = largest
-        elif size != largest:
+        elif size[0] != largest[0]:
             self._seen = seen  # it fits where the largest one does, and its times would mislead
         elif self._steps is not None and self._planner is not None:
             self._planner.begin_step()
@@ -152,14 +156,15 @@ class AutoHandle(Attachment):
         self._steps = None
         try:
             each = steps.send(seen)
+            self._steps = steps
         except StopIteration:
             return
         except BaseException:  # an interrupt, too: half of a change may be done
             self._largest = (0, 0)  # the next forward is planned for anew, or says the same
             raise
         if not self.active:  # detached by what was traced
+            self._steps = None
             return
-        self._steps = steps
         meter, passing = meter_of(self._device), self._handle.passing_bytes
         self._probe = StepProbe(self.stacks, self._device, meter, each, self._watching, passing).start()
 
@@ -173,12 +178,15 @@ class AutoHandle(Attachment):
     def _device(self) -> torch.device:
         return next(self._root.parameters()).device
 
-    def note_out_of_memory(self) -> None:
+    def note_out_of_memory(self) -> bool:
         """A step ran out of memory: the next forward is planned anew, for less. For those who catch the error and
-        repeat the step. On a CUDA device it is noticed without."""
-        if self._planner is not None and self._planner.costs is not None and self._running is not None:
-            self._planner.note_failure(self._running)
-            self._largest = (0, 0)
+        repeat the step. On a CUDA device it is noticed without. Returns whether there is a schedule that takes less."""
+        if self._planner is None or self._planner.costs is None or self._running is None:
+            return False
+        takes_less = self._planner.note_failure(self._running)
+        self._failed = self._largest if self._largest != (0, 0) else self._failed
+        self._largest = (0, 0)
+        return takes_less
 
     # ------------------------------------------------------------------ the first steps
 
@@ -217,9 +225,14 @@ class AutoHandle(Attachment):
             return
         self._running = None  # whatever interrupts this, the next forward attaches again
         self._handle.detach()
+        self._release()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # pieces that fit the steps before fit none of the next
         self._handle = self._attached(schedule)
+
+    def _release(self) -> None:
+        """What an interrupt may have left attached to a handle that nobody has."""
+        release(self._root.modules(), self._in_turn.routes)
 
     def _attached(self, schedule: Schedule) -> Handle:
         handle = attach_as(self._root, self._memory, schedule, self._family, self._in_turn)

@@ -184,18 +184,19 @@ class Planner:
         """Whether memory has run out since this was asked the last time: in a step, or wherever."""
         return self._lying is not None and self._lying.ran_out()
 
-    def note_failure(self, schedule: Schedule) -> None:
-        """A step under this schedule ran out of memory: what is planned from now on takes less than it was to take."""
+    def note_failure(self, schedule: Schedule) -> bool:
+        """A step under this schedule ran out of memory: what is planned from now on takes less than it was to take.
+        Returns whether anything does."""
         costs = self._known
         peak_bytes = predict_step(costs, assignment_of(costs, schedule)).peak_bytes
         less_bytes = peak_bytes - int(_STEP_DOWN * max(0, peak_bytes - costs.resident_bytes))
         self.ceiling_bytes = less_bytes if self.ceiling_bytes is None else min(less_bytes, self.ceiling_bytes)
         self.ran_out()  # it has been told
+        return smallest_peak(costs).peak_bytes < peak_bytes
 
     def _careful_bytes(self, costs: StepCosts) -> int:
         """What a plan may take that is the only one: enough for the smallest peak, if the budget is."""
-        most_bytes = self.budget_bytes - self.spare_bytes
-        return min(most_bytes, max(self._most_bytes(costs, _CAUTION), smallest_peak(costs).peak_bytes))
+        return min(self.budget_bytes, max(self._most_bytes(costs, _CAUTION), smallest_peak(costs).peak_bytes))
 
     def _most_bytes(self, costs: StepCosts, share: float) -> int:
         """What a plan may take. share: of the room for activations, that is left free."""

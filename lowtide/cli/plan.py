@@ -142,7 +142,8 @@ def _amount(option: str, text: str) -> int:
     try:
         size_bytes = AllowedBudget()(text)
     except ConfigError as error:
-        raise ConfigError(f"{option} {error}") from None
+        told = str(error).replace("or auto", "or none") if option == "--host-memory" else error
+        raise ConfigError(f"{option} {told}") from None
     if not isinstance(size_bytes, int):
         raise ConfigError(f"{option} {text!r} is not allowed; allowed: a size such as 16GiB, or none")
     return size_bytes

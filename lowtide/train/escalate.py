@@ -107,9 +107,12 @@ class Escalation:
         while True:
             try:
                 return attempt()
-            except torch.OutOfMemoryError as error:
-                found = None if self._may_plan_anew else self._next(indices, error)
-                if found is None and not self._may_plan_anew:
+            except (torch.OutOfMemoryError, ConfigError) as error:
+                if isinstance(error, ConfigError) and not self._was_planned_anew:
+                    raise
+                anew = isinstance(error, torch.OutOfMemoryError) and self._note_in_auto()
+                found = None if anew else self._next(indices, error)
+                if found is None and not anew:
                     raise
                 _drop_frames(error)
             before.put_back()
@@ -120,18 +123,24 @@ class Escalation:
             else:
                 self._go_on(*found)
 
-    @property
-    def _may_plan_anew(self) -> bool:
+    def _note_in_auto(self) -> bool:
         """Whether auto has a schedule that takes less, and has not failed too often."""
         handle = self.attached.handle
         again = sum(entry["next"] == entry["failed"] for entry in self.state.out_of_memory)
-        return isinstance(handle, AutoHandle) and handle.plan is not None and again < _MOST_PLANNED_ANEW
+        if not isinstance(handle, AutoHandle) or handle.plan is None or again >= _MOST_PLANNED_ANEW:
+            return False
+        return handle.note_out_of_memory()
+
+    @property
+    def _was_planned_anew(self) -> bool:
+        """Whether this step's batch is repeated under auto: then nothing fitting any more is one more failure."""
+        last = self.state.out_of_memory[-1:]
+        return any(e["next"] == e["failed"] and e["step"] == self.state.step + 1 for e in last)
 
     def _plan_anew(self) -> None:
         handle = self.attached.handle
         assert isinstance(handle, AutoHandle) and handle.plan is not None
         peak_bytes = handle.plan.prediction.peak_bytes
-        handle.note_out_of_memory()
         name, step = self.attached.name, self.state.step + 1
         self.state.out_of_memory.append(
             {"step": step, "failed": name, "failed_bytes": peak_bytes, "next": name, "next_bytes": None}
@@ -141,7 +150,7 @@ class Escalation:
             "is repeated, planned anew for less: same numbers"
         )
 
-    def _next(self, indices: tuple[int, ...], error: torch.OutOfMemoryError) -> tuple[Rung, Rung] | None:
+    def _next(self, indices: tuple[int, ...], error: Exception) -> tuple[Rung, Rung] | None:
         """The setting that failed and the next one; None, with the reason in the error's notes, if there is none."""
         try:
             stacks, trace = trace_shapes(self.attached, self._arguments(indices), self.keys, self.updater.device)

@@ -58,8 +58,13 @@ def test_after_an_error_in_attach_the_next_forward_attaches() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3, 6, STEPS])
-def test_an_interrupt_between_two_schedules(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: Any, **__: Any) -> None:
+@pytest.mark.parametrize("attached_first", [False, True])
+def test_an_interrupt_between_two_schedules(steps: int, attached_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    attach_as = handle_module.attach_as
+
+    def interrupt(*given: Any, **more: Any) -> None:
+        if attached_first:
+            attach_as(*given, **more)
         raise KeyboardInterrupt
 
     model = dropping()
@@ -120,6 +125,35 @@ def test_a_detach_while_it_plans_is_a_detach() -> None:
     step(model, lambda: model(X))
     assert [block.calls for block in model.blocks] == [1] * len(model.blocks)
     assert not any("lowtide" in type(module).__call__.__module__ for module in model.modules())
+
+
+def room_for_larger_steps(small_one_fails: bool) -> int:
+    """What auto plans with for a batch that comes after smaller ones."""
+    model, larger = dropping(), torch.cat([X] * 4)
+    with attached(model, budget_for(model, larger)) as handle:
+        for _ in range(3):
+            step(model, lambda: model(X))
+        if small_one_fails:
+            handle.note_out_of_memory()
+            step(model, lambda: model(X))
+        for _ in range(STEPS):
+            step(model, lambda: model(larger))
+        assert handle.settled and handle.plan is not None
+        return handle.plan.budget_bytes
+
+
+def test_memory_that_ran_out_in_a_small_step_says_nothing_of_a_larger_one() -> None:
+    assert room_for_larger_steps(True) == pytest.approx(room_for_larger_steps(False), rel=0.05)
+
+
+def test_weights_that_are_frozen_while_it_measures_do_not_keep_it_from_settling() -> None:
+    model = dropping()
+    with attached(model, budget_for(model, X)) as handle:
+        for number in range(STEPS + 2):
+            if number == 2:
+                model.blocks[0].norm.requires_grad_(False)  # type: ignore[union-attr]
+            step(model, lambda: model(X))
+        assert handle.settled and handle.plan is not None and handle.plan.schedule == handle.schedule
 
 
 @pytest.mark.parametrize("steps", [1, 5, STEPS])

@@ -16,6 +16,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from lowtide.auto.handle import AutoHandle
 from lowtide.controls import CheckpointConfig
 from lowtide.measure.held import trace_held
 from lowtide.testing import cpu_offload, pool_bytes
@@ -221,6 +222,29 @@ def test_auto_planned_anew_is_enough(
     assert report is not None and report["checkpointing"] == "auto"
     assert report["recomputed_blocks"]["receipt"]  # nothing was before
     assert any("with auto: was planned anew for less" in line for line in result_lines(report))
+
+
+def test_where_auto_finds_nothing_that_fits_settings_by_name_follow(
+    train_and_tell: Tell,
+    output: Path,
+    everything: Everything,
+    undisturbed: tuple[int, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    note = AutoHandle.note_out_of_memory
+
+    def learns_that_there_is_less(handle: AutoHandle) -> bool:
+        assert handle._planner is not None
+        handle._planner.budget_bytes = 2**20
+        return note(handle)
+
+    monkeypatch.setattr(AutoHandle, "note_out_of_memory", learns_that_there_is_less)
+    auto = {"gradient_checkpointing_backend": "auto", "vram_budget": "64GiB"}
+    with Scarce({4: (5, BACKWARD)}):
+        report, _ = train_and_tell(**NO_GAPS | ACCUMULATED | auto, on_out_of_memory="escalate")
+    assert everything(output) == undisturbed[1]
+    assert report is not None and report["checkpointing"] == "torch-ffn"
+    assert [entry["next"] for entry in report["out_of_memory"]] == ["auto", "torch-ffn"]
 
 
 def test_the_setting_from_the_start_gives_the_same(train_and_tell: Tell, output: Path, everything: Everything) -> None:
