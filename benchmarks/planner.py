@@ -10,7 +10,6 @@ from empty caches on.
 import argparse
 import gc
 import json
-import logging.handlers
 import random
 import statistics
 import time
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pinned_cache import pinned_once
+from planner_table import KEPT_BYTES, kept_totals
 
 import lowtide
 from lowtide.auto.handle import AutoHandle
@@ -31,21 +32,18 @@ from lowtide.bench.record import Condition
 from lowtide.bench.sweep import family_conditions, synthetic_conditions
 from lowtide.bench.works import Task, build
 from lowtide.cli.options import sizes_of
-from lowtide.controls import CheckpointConfig
 from lowtide.errors import ConfigError
-from lowtide.handle import attach_as, rows_for
+from lowtide.handle import rows_for
 from lowtide.keys import AUTO
 from lowtide.measure.meter import meter_of
 from lowtide.measure.probe import StepProbe
-from lowtide.plan.schedule import MAX_SIZES, Schedule, mixed
-from lowtide.runtime.in_turn import InTurn
+from lowtide.plan.schedule import Schedule, mixed
 from lowtide.testing import cpu_offload
+from lowtide.train.progress import told
 from lowtide.units import format_bytes
 
 MOST_STEPS = 26
 """Within which ``auto`` has to settle."""
-KEPT_BYTES = "kept bytes"
-"""Name of a line that is no setting."""
 ENOUGH_S = 2.0
 """Of timed steps: no further one is begun after two."""
 WORDS = (
@@ -93,18 +91,16 @@ def clear(device: str) -> None:
 
 
 def fixed(task: Task, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    in_turn = InTurn(MAX_SIZES)  # memory that was pinned once is used again
     for mode in options.fixed or (NONE, *(name for name in ATTACHED if name != AUTO)):
         clear(options.device)
         try:
-            config = None if mode == NONE else CheckpointConfig.for_attach(**ATTACHED[mode], **options.more)
-            with nullcontext() if config is None else attach_as(task.model, config, in_turn=in_turn):
-                yield {"setting": mode, **measure(task, options.device, options.warm_up, options.steps)}
+            with nullcontext() if mode == NONE else lowtide.attach(task.model, **ATTACHED[mode], **options.more) as ran:
+                figures = measure(task, options.device, options.warm_up, options.steps)
+                yield {"setting": mode, **figures, "totals": None if ran is None else ran.receipt().totals}
         except (ConfigError, torch.OutOfMemoryError) as error:
             yield {"setting": mode, "failed": f"{type(error).__name__}: {error}"[:200]}
         for tensor in task.trained:
             tensor.grad = None
-    in_turn.close()
 
 
 def kept(task: Task, options: argparse.Namespace) -> dict[str, Any]:
@@ -136,12 +132,12 @@ def kept(task: Task, options: argparse.Namespace) -> dict[str, Any]:
 def chosen(task: Task, budget: int, options: argparse.Namespace) -> dict[str, Any]:
     """``auto`` within a budget; cold: the first plan and the peak of the step under it."""
     clear(options.device)
-    line: dict[str, Any] = {"setting": "auto", "budget_bytes": budget}
-    told = logging.handlers.BufferingHandler(100)
-    logging.getLogger("lowtide").addHandler(told)
-    logging.getLogger("lowtide").setLevel(logging.INFO)
+    line: dict[str, Any] = {"setting": "auto", "budget_bytes": budget, "log": []}
     try:
-        with lowtide.attach(task.model, backend="auto", vram_budget=budget, **options.more) as handle:
+        with (
+            told(line["log"].append),
+            lowtide.attach(task.model, backend="auto", vram_budget=budget, **options.more) as handle,
+        ):
             assert isinstance(handle, AutoHandle)
             start = time.perf_counter()
             first = measure(task, options.device, 0, 1)
@@ -158,13 +154,11 @@ def chosen(task: Task, budget: int, options: argparse.Namespace) -> dict[str, An
                 "predicted_ms": made.step_ms,
                 "mode": handle.plan.mode,
                 "source": handle.plan.source,
+                "totals": handle.receipt().totals,
                 "treatments": {name: list(stack.words) for name, stack in handle.schedule.stacks.items()},
             }
     except (ConfigError, torch.OutOfMemoryError) as error:
         line["failed"] = f"{type(error).__name__}: {error}"[:600]
-    finally:
-        logging.getLogger("lowtide").removeHandler(told)
-    line["log"] = [record.getMessage() for record in told.buffer]
     return line
 
 
@@ -180,8 +174,6 @@ def until_settled(task: Task, handle: AutoHandle) -> int:
 def at_random(task: Task, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Schedules of two to four treatments in a random mixture, block by block."""
     draw = random.Random(0)
-    memory = CheckpointConfig(gradient_checkpointing=False, **options.more)
-    in_turn = InTurn(MAX_SIZES)
     for number in range(options.random):
         words = draw.sample(WORDS, draw.randint(2, 4))
         weights = [draw.random() for _ in words]
@@ -190,15 +182,11 @@ def at_random(task: Task, options: argparse.Namespace) -> Iterator[dict[str, Any
                 {stack.name: mixed(draw.choices(words, weights, k=len(stack.blocks))) for stack in task.stacks}
             )
             clear(options.device)
-            with attach_as(task.model, memory, schedule, in_turn=in_turn):
-                yield {
-                    "setting": f"random {number}",
-                    "words": words,
-                    **measure(task, options.device, options.warm_up, options.steps),
-                }
+            with lowtide.attach(task.model, schedule=schedule, **options.more) as ran:
+                figures = measure(task, options.device, options.warm_up, options.steps)
+                yield {"setting": f"random {number}", "words": words, **figures, "totals": ran.receipt().totals}
         except (ConfigError, torch.OutOfMemoryError) as error:
             yield {"setting": f"random {number}", "words": words, "failed": f"{type(error).__name__}: {error}"[:200]}
-    in_turn.close()
 
 
 def budgets(lines: list[dict[str, Any]], count: int) -> list[int]:
@@ -213,8 +201,8 @@ def in_a_line(line: dict[str, Any]) -> str:
     if "failed" in line:
         return f"{line['setting']}: {line['failed']}"
     if line["setting"] == KEPT_BYTES:
-        forecast, probed = (sum(map(sum, line[key].values())) for key in ("forecast_bytes", "probed_bytes"))
-        return f"{KEPT_BYTES}: {format_bytes(probed)}, forecast {format_bytes(forecast)}"
+        forecast, probed = map(format_bytes, kept_totals(line))
+        return f"{KEPT_BYTES}: {probed}, forecast {forecast}"
     text = f"{line['setting']}: {line['step_s']:.4f} s, {format_bytes(line.get('peak_bytes', 0))}"
     if "budget_bytes" in line:
         off = line.get("peak_bytes", 0) / line["predicted_bytes"] - 1
@@ -256,13 +244,15 @@ def main() -> None:
         with cpu_offload() if options.device == "cpu" else nullcontext(), kernels("no-cudnn"):
             task = build(condition_of(work, options.size, sizes), options.device)
             print(f"{work}:")
-            lines = [keep(line) for line in fixed(task, options)]
+            with pinned_once():
+                lines = [keep(line) for line in fixed(task, options)]
             keep(kept(task, options))
             wanted = budgets(lines, options.budgets) if options.device == "cuda" else [2**30] * options.budgets
             for budget in wanted:
                 keep(chosen(task, budget, options))
-            for line in at_random(task, options):
-                keep(line)
+            with pinned_once():
+                for line in at_random(task, options):
+                    keep(line)
         del task
         clear(options.device)
 

@@ -13,9 +13,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from lowtide.keys import AUTO
 from lowtide.units import format_bytes
 
-AUTO, KEPT_BYTES = "auto", "kept bytes"
+KEPT_BYTES = "kept bytes"
+"""Name of a line that is no setting."""
 _HEAD = (
     "| budget | auto reserved | cold | settled | auto | quickest that fits | time over it | predicted time |",
     "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -42,11 +44,17 @@ def rows(settings: Iterable[Line]) -> Iterator[str]:
             yield row(line, [other for other in others if other["reserved_bytes"] <= line["budget_bytes"]])
 
 
+def kept_totals(line: Line) -> tuple[int, int]:
+    """Bytes of all blocks, by forecast and by probe."""
+    forecast, probed = (sum(map(sum, line[key].values())) for key in ("forecast_bytes", "probed_bytes"))
+    return forecast, probed
+
+
 def kept(settings: Iterable[Line]) -> Iterator[str]:
     """How well forecasts of kept bytes hold, where they were measured."""
     for line in settings:
         if line["setting"] == KEPT_BYTES:
-            forecast, probed = (sum(map(sum, line[key].values())) for key in ("forecast_bytes", "probed_bytes"))
+            forecast, probed = kept_totals(line)
             yield f"\nBlocks of a plain step keep {format_bytes(probed)}, the forecast {forecast / probed - 1:+.2%}."
 
 

@@ -160,10 +160,12 @@ class CheckpointConfig(Keys):
             raise ValueError("{vram_budget} bounds what {backend} = auto chooses, and nothing else: set that, too.")
 
     def _check_schedule(self) -> None:
-        usual = {name: field.default for name, field in type(self).model_fields.items()}
+        if self.schedule is None:
+            return
+        fields = type(self).model_fields
         others = ("gradient_checkpointing", "backend", "vram_budget", "interval", "segment_stride", "offload_attention")
-        given = [f"{{{name}}}" for name in others if getattr(self, name) != usual[name]]
-        if self.schedule is not None and given:
+        given = [f"{{{name}}}" for name in others if getattr(self, name) != fields[name].default]
+        if given:
             raise ValueError(
                 f"{{schedule}} says by itself what is done with every block: leave {' and '.join(given)} out."
             )

@@ -132,13 +132,17 @@ class Size:
 
 @dataclass(frozen=True)
 class Budget:
-    """Validator of an amount of device memory: a size, or ``auto``. Less than a MiB is a forgotten unit."""
+    """Validator of an amount of memory: a size, or one word. Less than a MiB is a forgotten unit."""
 
-    allowed = "a size such as 16GiB, or auto"
+    word: str = AUTO
+
+    @property
+    def allowed(self) -> str:
+        return f"a size such as 16GiB, or {self.word}"
 
     def __call__(self, value: Any) -> int | str:
-        if isinstance(value, str) and _word(value) == AUTO:
-            return AUTO
+        if isinstance(value, str) and _word(value) == self.word:
+            return self.word
         try:
             number = Size()(value)
         except ConfigError:

@@ -105,8 +105,9 @@ class Planner:
         Raises ConfigError where nothing fits: says what would.
         """
         costs = self._known if moving else replace(self._known, link=None)
-        most_bytes = self._most_bytes(costs, _MARGIN if like else _FIRST_MARGIN)
-        return solve(costs, self._careful_bytes(costs) if careful else most_bytes)
+        if careful:
+            return solve(costs, self._careful_bytes(costs))
+        return solve(costs, self._most_bytes(costs, _MARGIN if like else _FIRST_MARGIN))
 
     def as_it_ran(self, plan: Plan) -> Plan:
         """The plan of the last step, with what is known of it by now."""

@@ -129,29 +129,27 @@ def _card(name: str | None) -> "Card":
 def _budget(text: str, card: "Card") -> int:
     from lowtide.measure.device import available_bytes, budget_within
 
-    if text.strip().lower() != AUTO:
-        return _amount("--budget", text)
+    size_bytes = _amount("--budget", text, AUTO)
+    if size_bytes is not None:
+        return size_bytes
     free = available_bytes()
     return budget_within(card.memory_bytes if free is None else free)
 
 
-def _amount(option: str, text: str) -> int:
-    """Bytes. ConfigError where somebody forgot the unit, too."""
-    from lowtide.keys import Budget as AllowedBudget
+def _amount(option: str, text: str, word: str) -> int | None:
+    """Bytes; None for the word. ConfigError where somebody forgot the unit, too."""
+    from lowtide.keys import Budget as Amount
 
     try:
-        size_bytes = AllowedBudget()(text)
+        size = Amount(word)(text)
     except ConfigError as error:
-        told = str(error).replace("or auto", "or none") if option == "--host-memory" else error
-        raise ConfigError(f"{option} {told}") from None
-    if not isinstance(size_bytes, int):
-        raise ConfigError(f"{option} {text!r} is not allowed; allowed: a size such as 16GiB, or none")
-    return size_bytes
+        raise ConfigError(f"{option} {error}") from None
+    return size if isinstance(size, int) else None
 
 
 def _host(text: str | None) -> int | None:
     if text is not None:
-        return None if text.strip().lower() == "none" else _amount("--host-memory", text)
+        return _amount("--host-memory", text, "none")
     from lowtide.runtime.host_memory import share_of_host_bytes
 
     return share_of_host_bytes()
