@@ -5,7 +5,7 @@ Every step is a training step with the gradients of a plain run. They run under
 1. a forecast's plan that leaves room for its errors; afterwards the peak is known (and optimizer states exist);
 2. a schedule that has each treatment on some blocks, twice, of which the second is timed;
 3. the plan from measured times, the plan from what that one then took, and the same two of plans that move nothing, a
-   few steps each. What was quickest stays.
+   few steps each. The first plan once more, if it is not far behind by those times. What was quickest stays.
 
 Where the plain run fits, it stays with that, and measures nothing but its peak.
 """
@@ -29,8 +29,12 @@ Steps = Generator[bool, Probed | None]
 the memory of each block is to be seen."""
 
 _TRIED = {True: "tried for some steps, from measured times", False: "tried for some steps, with nothing moving"}
+_ONCE_MORE = "tried for some steps, once more"
 _TIMED = 3
 """Steps of a candidate that count. The first under any schedule counts bytes, which takes time of its own."""
+_NOT_FAR = 0.15
+"""Of the quickest step's time, by which the first plan may be slower by prediction: treatments seemed slower by as much
+when they were measured on single blocks."""
 _WORTH = 0.01
 """Of the time of a step, that copies have to save to be worth it: what else uses the link or the host may change."""
 
@@ -66,6 +70,9 @@ def measuring(planner: Planner, attached: Attached) -> Steps:
         if made is not None and all(made.schedule != other.schedule for _, other in tried):
             step_ms = yield from _try(planner, _take(attached, made, _TRIED[moving]))
             tried.append((step_ms, planner.as_it_ran(made)))
+    if _may_be_quicker(planner, plan, tried):
+        step_ms = yield from _try(planner, _take(attached, plan, _ONCE_MORE))
+        tried.append((step_ms, planner.as_it_ran(plan)))
     _take(attached, min(tried, key=_quickest, default=(math.inf, plan))[1], "from now on", settled=True)
 
 
@@ -75,6 +82,14 @@ def _candidate(planner: Planner, moving: bool = True, like: bool = False) -> Pla
         return planner.plan(moving=moving, like=like)
     except ConfigError:
         return None
+
+
+def _may_be_quicker(planner: Planner, plan: Plan, tried: list[tuple[float, Plan]]) -> bool:
+    """Whether the first plan is another one than those, and by what is known now not far behind."""
+    if any(plan.schedule == other.schedule for _, other in tried):
+        return False
+    quickest_ms = min((step_ms for step_ms, _ in tried), default=0.0)  # none: it stays in any case
+    return planner.as_it_ran(plan).prediction.step_ms <= (1 + _NOT_FAR) * quickest_ms
 
 
 def _try(planner: Planner, plan: Plan) -> Generator[bool, Probed | None, float]:

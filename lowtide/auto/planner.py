@@ -40,7 +40,9 @@ _MARGIN, _FIRST_MARGIN, _LEAST_MARGIN_BYTES = 0.04, 0.08, 96 * 2**20
 More where nothing like a schedule has run."""
 _STEP_DOWN = 0.1
 """By how much less the activations take after a step that ran out of memory."""
-_MOST_SPARE = 0.06  # of a budget: reserved memory may be left over from before the step
+_MOST_SPARE, _MOST_SPARE_BYTES = 0.06, 512 * 2**20
+"""Reserved beyond what tensors take, the most that counts, as a share of a budget and in any case: some may be left over.
+Where weights lie in segments that do not expand, it is 0.4 GiB of 4.7."""
 _ON_CPU = "RTX 4090"  # there, figures of some card stand in until steps are measured
 
 
@@ -141,8 +143,8 @@ class Planner:
         """See by how much the predicted peak of the last step was wrong, at most of the steps under one schedule (with
         accumulated gradients some need more than others), and what was reserved beyond it.
 
-        Less than predicted: copies were not in flight where backward needed the most, which may hold for other
-        schedules with copies, and for no others. More: so may others.
+        Less than predicted: copies were not in flight where backward needed the most, which may hold for as many bytes
+        of other schedules, and for no more. More: so may others.
         """
         if probed is None or probed.peak_bytes is None or probed.reserved_bytes is None:
             return
@@ -154,8 +156,8 @@ class Planner:
         self._corrected = schedule
         if highest.in_flight_bytes:
             share = min(1.0, max(0.0, 1 + self._error_bytes / highest.in_flight_bytes))
-            self.costs = replace(self._known, in_flight_share=share)
-        most_bytes = int(_MOST_SPARE * self.budget_bytes)
+            self.costs = replace(self._known, in_flight_share=share, in_flight_known_bytes=highest.in_flight_bytes)
+        most_bytes = max(_MOST_SPARE_BYTES, int(_MOST_SPARE * self.budget_bytes))
         self.spare_bytes = min(most_bytes, max(self.spare_bytes, probed.reserved_bytes - probed.peak_bytes))
         self._settle()
 

@@ -173,6 +173,7 @@ class StepCosts:
     link: None: nothing can move. host_limit_bytes: how much may wait in CPU memory; None: no limit.
     source: MEASURED or FORECAST.
     in_flight_share: of the bytes that may be in flight, what is there where backward needs the most.
+    in_flight_known_bytes: of how many that share is known. All beyond them count.
     """
 
     kinds: Mapping[str, BlockKind]
@@ -184,6 +185,7 @@ class StepCosts:
     host_limit_bytes: int | None = None
     source: str = field(default=MEASURED)
     in_flight_share: float = 1.0
+    in_flight_known_bytes: int = 0
 
     def __post_init__(self) -> None:
         _check_not_negative(self)
@@ -205,7 +207,7 @@ class StepCosts:
 
     def in_flight(self, bound_bytes: int) -> int:
         """What counts of the bytes that may be in flight."""
-        return int(self.in_flight_share * bound_bytes)
+        return bound_bytes - round((1 - self.in_flight_share) * min(bound_bytes, self.in_flight_known_bytes))
 
     def calibrated(self, predicted_peak_bytes: int, measured_peak_bytes: int) -> "StepCosts":
         """With the error of one prediction put down to the residents."""

@@ -63,6 +63,7 @@ def steps(draw: st.DrawFn, most_blocks: int = 6) -> StepCosts:
         link=draw(st.sampled_from((LINK, LINK, None))),
         host_limit_bytes=draw(st.none() | st.integers(0, 100)),
         in_flight_share=draw(st.sampled_from((1.0, 1.0, 0.6, 0.0))),
+        in_flight_known_bytes=draw(st.sampled_from((10, 1000))),
     )
 
 

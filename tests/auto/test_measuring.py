@@ -1,0 +1,72 @@
+"""Which plan stays, by what steps are scripted to have taken."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lowtide import families
+from lowtide.auto.measuring import measuring
+from lowtide.auto.planner import Planner
+from lowtide.measure.build import build_model
+from lowtide.measure.inputs import build_inputs
+from lowtide.measure.probe import Probed
+from lowtide.plan.answer import Plan
+from lowtide.plan.schedule import Schedule
+from lowtide.plan.solve import smallest_peak, solve
+
+
+class Scripted:
+    """A model on which each schedule takes what ``time_ms`` says."""
+
+    def __init__(self, time_ms: Callable[[Schedule], float]) -> None:
+        self.time_ms = time_ms
+        self.ran: list[Schedule] = []
+        self.stays: Plan | None = None
+
+    def run_under(self, schedule: Schedule) -> None:
+        self.ran.append(schedule)
+
+    def take(self, plan: Plan, settled: bool) -> None:
+        self.run_under(plan.schedule)
+        self.stays = plan if settled else None
+
+    def run(self, planner: Planner) -> Plan:
+        steps = measuring(planner, self)
+        try:
+            next(steps)
+            while True:
+                steps.send(Probed({}, {}, self.time_ms(self.ran[-1]), None, None))
+        except StopIteration:
+            assert self.stays is not None
+            return self.stays
+
+
+@pytest.fixture
+def planner() -> Planner:
+    row = families.find("sd3_medium")
+    made = Planner(build_model(row, "tiny"), row.stacks, torch.device("cpu"), 2**40, 1, can_move=False)
+    made.forecast((), build_inputs(row.tiny, torch.float32))
+    assert made.costs is not None
+    least, most = smallest_peak(made.costs).peak_bytes, solve(made.costs, 2**40).prediction.peak_bytes
+    made.budget_bytes = least + (most - least) // 2
+    return made
+
+
+def test_the_first_plan_stays_where_it_turns_out_to_be_the_quickest(planner: Planner) -> None:
+    predicted_ms = planner.plan(careful=True).prediction.step_ms
+    first = planner.plan(careful=True).schedule
+    scripted = Scripted(lambda schedule: 0.97 * predicted_ms if schedule == first else predicted_ms)
+    assert scripted.run(planner).schedule == first
+    assert scripted.ran.count(first) == 3  # to begin with, once more, from then on
+
+
+def test_the_first_plan_is_not_run_again_where_it_is_far_behind(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowtide.auto.measuring._NOT_FAR", -0.5)  # whatever it is, that is too far
+    predicted_ms = planner.plan(careful=True).prediction.step_ms
+    first = planner.plan(careful=True).schedule
+    scripted = Scripted(lambda schedule: 0.9 * predicted_ms)
+    assert scripted.run(planner).schedule != first
+    assert scripted.ran.count(first) == 1
