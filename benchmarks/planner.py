@@ -44,6 +44,8 @@ from lowtide.units import format_bytes
 
 MOST_STEPS = 26
 """Within which ``auto`` has to settle."""
+ALLOCATOR = ("num_alloc_retries", "num_device_alloc", "num_device_free")
+"""What PyTorch's allocator counts: caches given back for want of memory, and calls of the driver."""
 ENOUGH_S = 2.0
 """Of timed steps: no further one is begun after two."""
 WORDS = (
@@ -68,6 +70,7 @@ def measure(task: Task, device: str, warm_up: int, steps: int) -> dict[str, Any]
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats() if device == "cuda" else {}
     for _ in range(steps):
         if len(times) > 1 and sum(times) > ENOUGH_S:
             break
@@ -80,6 +83,7 @@ def measure(task: Task, device: str, warm_up: int, steps: int) -> dict[str, Any]
     if device == "cuda":
         figures["peak_bytes"] = torch.cuda.max_memory_allocated()
         figures["reserved_bytes"] = torch.cuda.max_memory_reserved()
+        figures |= {name: torch.cuda.memory_stats()[name] - before[name] for name in ALLOCATOR}
     return figures
 
 

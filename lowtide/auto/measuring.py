@@ -13,6 +13,7 @@ Where the plain run fits, it stays with that, and measures nothing but its peak.
 import itertools
 import logging
 import math
+import statistics
 from collections.abc import Generator
 from typing import Protocol
 
@@ -93,16 +94,18 @@ def _may_be_quicker(planner: Planner, plan: Plan, tried: list[tuple[float, Plan]
 
 
 def _try(planner: Planner, plan: Plan) -> Generator[bool, Probed | None, float]:
-    """Milliseconds of the quickest of a few steps under a plan that is attached; infinite if none was complete."""
+    """Milliseconds of a step under a plan that is attached, the median of a few; infinite if none was complete."""
     planner.learn_peak(plan.schedule, (yield False))
     times_ms = []
     for _ in range(_TIMED):
         seen = yield False
         planner.learn_peak(plan.schedule, seen)
         times_ms += [seen.step_ms] if seen is not None else []
-    if times_ms:
-        planner.learn_step(plan, min(times_ms))
-    return min(times_ms, default=math.inf)
+    if not times_ms:
+        return math.inf
+    step_ms = statistics.median(times_ms)  # the quickest would favour whatever was lucky once
+    planner.learn_step(plan, step_ms)
+    return step_ms
 
 
 def _quickest(tried: tuple[float, Plan]) -> float:

@@ -41,8 +41,8 @@ More where nothing like a schedule has run."""
 _STEP_DOWN = 0.1
 """By how much less the activations take after a step that ran out of memory."""
 _MOST_SPARE, _MOST_SPARE_BYTES = 0.06, 512 * 2**20
-"""Reserved beyond what tensors take, the most that counts, as a share of a budget and in any case: some may be left over.
-Where weights lie in segments that do not expand, it is 0.4 GiB of 4.7."""
+"""The most that counts as reserved beyond what tensors take: a share of a budget, and so much in any case. Some may be
+left over from before the step; weights in segments that do not expand leave 0.4 GiB of 4.7."""
 _ON_CPU = "RTX 4090"  # there, figures of some card stand in until steps are measured
 
 

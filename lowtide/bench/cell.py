@@ -79,6 +79,9 @@ def run_apart(condition: Condition, effort: Effort, device: str, machine: Mappin
 def entered(condition: Condition, device: str) -> Iterator[tuple[Task, Handle | AutoHandle | None]]:
     """The task of a cell in the cell's mode; with a handle where lowtide is attached. Raises what building raises."""
     task = build(condition, device)
+    if device != "cpu":
+        gc.collect()
+        torch.accelerator.empty_cache()  # what building left there is no part of the cell
     if condition.compile == "regional":
         compile_blocks(task)
     more: dict[str, Any] = {}
