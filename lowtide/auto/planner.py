@@ -2,6 +2,7 @@
 
 import inspect
 import random
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -77,6 +78,7 @@ class Planner:
         Raises ConfigError where the forward cannot be traced: says what to do instead.
         """
         bound = inspect.signature(self.model.forward).bind(*args, **kwargs)
+        _check_not_sharded(self.model)
         _check_arguments(args, kwargs)
         self._lying = self._lying or Lying(self.model, bound.arguments, meter_of(self.device))
         self.spare_bytes = max(self.spare_bytes, self._lying.reserved_bytes)
@@ -250,6 +252,19 @@ def _random_states_kept() -> Iterator[None]:
     finally:
         random.setstate(python)
         numpy.random.set_state(of_numpy)
+
+
+def _check_not_sharded(model: nn.Module) -> None:
+    """Raises ConfigError where ranks fetch weights together: each would plan for itself, and wait for the others in a
+    block that these do not recompute."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever shards has imported it
+    if fsdp is not None and any(
+        isinstance(module, fsdp.FSDPModule | fsdp.FullyShardedDataParallel) for module in model.modules()
+    ):
+        raise ConfigError(
+            "auto cannot plan for a model that FSDP shards: ranks gather weights together, and each would choose a "
+            "schedule of its own. Give all of them one saved plan (attach(schedule=…)), or choose a backend by name."
+        )
 
 
 def _check_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

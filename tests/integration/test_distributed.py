@@ -18,7 +18,9 @@ LIMIT_S = 300
 
 
 @pytest.mark.parametrize(
-    ("script", "scenarios"), [("ddp.py", 6), ("fsdp2.py", 9), ("accelerator.py", 3)], ids=["ddp", "fsdp2", "accelerate"]
+    ("script", "scenarios"),
+    [("ddp.py", 6), ("fsdp2.py", 10), ("accelerator.py", 3)],
+    ids=["ddp", "fsdp2", "accelerate"],
 )
 def test_two_ranks_train_with_the_gradients_of_a_plain_run(script: str, scenarios: int, tmp_path: Path) -> None:
     outputs = _run_two_ranks(SCRIPTS / script, tmp_path)

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from common import (
     SETTINGS,
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
+from lowtide.errors import ConfigError
 from tests.integration.models import blocks, build
 
 Attached = tuple[nn.Module, lowtide.Handle]
@@ -169,6 +171,15 @@ def no_more_all_gathers_than_with_torchs_checkpoint() -> None:
         assert found <= allowed, f"{found} all-gathers at interval {interval}, {allowed} with torch's checkpoint"
 
 
+def auto_is_refused() -> None:
+    for attach_first in (True, False):
+        model, handle = attached(attach_first, shard, backend="auto", vram_budget=2**40)
+        with pytest.raises(ConfigError, match="one saved plan"):
+            step(model, KEY)
+        handle.detach()
+        assert_equal(plain(), step(model, KEY))
+
+
 class CountGathers(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -199,5 +210,6 @@ if __name__ == "__main__":
             accumulation_without_synchronising,
             detached_and_attached_again,
             no_more_all_gathers_than_with_torchs_checkpoint,
+            auto_is_refused,
         ]
     )
