@@ -3,7 +3,7 @@
 Every step is a training step with the gradients of a plain run. They run under
 
 1. a forecast's plan that leaves room for its errors; afterwards the peak is known (and optimizer states exist);
-2. a schedule that has each treatment on some blocks, twice, of which the second is timed;
+2. a schedule that has each treatment on some blocks, four times, of which the last three are timed;
 3. the plan from measured times, the plan from what that one then took, and the same two of plans that move nothing, a
    few steps each. The first plan once more, if it is not far behind by those times. What was quickest stays.
 
@@ -32,7 +32,8 @@ the memory of each block is to be seen."""
 _TRIED = {True: "tried for some steps, from measured times", False: "tried for some steps, with nothing moving"}
 _ONCE_MORE = "tried for some steps, once more"
 _TIMED = 3
-"""Steps of a candidate that count. The first under any schedule counts bytes, which takes time of its own."""
+"""Steps under one schedule that count, by their median: on a busy host single ones are late by a tenth. The first under
+any schedule counts bytes, which takes time of its own."""
 _NOT_FAR = 0.15
 """Of the quickest step's time, by which the first plan may be slower by prediction: treatments seemed slower by as much
 when they were measured on single blocks."""
@@ -60,11 +61,14 @@ def measuring(planner: Planner, attached: Attached) -> Steps:
         _take(attached, stays, "from now on", settled=True)
         return
     attached.run_under(sample)
-    _log.info("auto: two steps measure each treatment on some blocks")
+    _log.info("auto: some steps measure each treatment on some blocks")
     seen = yield True
     planner.learn_bytes(sample, seen)
     planner.learn_peak(sample, seen)
-    planner.learn_times(sample, (yield False))
+    timed = []
+    for _ in range(_TIMED):
+        timed.append((yield False))
+    planner.learn_times(sample, [probed for probed in timed if probed is not None])
     tried: list[tuple[float, Plan]] = []
     for moving, like in itertools.product((True, False), (False, True)):
         made = _candidate(planner, moving, like)
@@ -104,6 +108,7 @@ def _try(planner: Planner, plan: Plan) -> Generator[bool, Probed | None, float]:
     if not times_ms:
         return math.inf
     step_ms = statistics.median(times_ms)  # the quickest would favour whatever was lucky once
+    _log.info("auto: that takes %.0f ms", step_ms)
     planner.learn_step(plan, step_ms)
     return step_ms
 

@@ -4,9 +4,10 @@ import inspect
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import numpy
@@ -71,6 +72,7 @@ class Planner:
     _shared_bytes: int = 0
     _error_bytes: int = 0
     _corrected: Schedule | None = None
+    _slower_ms_per_byte: float = 0.0
 
     def forecast(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Costs of a step with these arguments of the model's forward, from their shapes.
@@ -89,7 +91,7 @@ class Planner:
         except ConfigError as error:
             raise ConfigError(f"auto cannot plan for this model: {error}. Choose a backend by name instead.") from error
         self._shared_bytes = self.costs.resident_bytes - self._now_bytes
-        self._error_bytes, self._corrected = 0, None
+        self._error_bytes, self._corrected, self._slower_ms_per_byte = 0, None, 0.0
 
     def begin_step(self) -> None:
         """Before each further step that is planned or watched: see what lies on the device by now."""
@@ -124,13 +126,20 @@ class Planner:
         made = sampling(self._known, self._careful_bytes(self._known))
         return None if made is None else schedule_of(made)
 
-    def learn_times(self, schedule: Schedule, probed: Probed | None) -> None:
-        """Correct times by a step that ran under ``sampling``."""
-        if probed is None:
+    def learn_times(self, schedule: Schedule, probed: Sequence[Probed]) -> None:
+        """Correct times by steps that ran under ``sampling``: by the median of each block's."""
+        if not probed:
             return
-        times = {block: (time.forward_ms, time.backward_ms) for block, time in probed.times.items()}
+        blocks = set.intersection(*(set(one.times) for one in probed))
+        times = {
+            block: (
+                median(one.times[block].forward_ms for one in probed),
+                median(one.times[block].backward_ms for one in probed),
+            )
+            for block in blocks
+        }
         samples = list(samples_of(self._known, assignment_of(self._known, schedule), times))
-        other_ms = max(0.0, probed.step_ms - sum(map(sum, times.values())))
+        other_ms = max(0.0, median(one.step_ms for one in probed) - sum(map(sum, times.values())))
         self.costs = corrected(self._known, samples, other_ms, self._known.link)
 
     def learn_bytes(self, schedule: Schedule, probed: Probed | None) -> None:
@@ -172,13 +181,16 @@ class Planner:
         return max(0, self._now_bytes + self._lying.to_come_bytes() + self._shared_bytes + error_bytes)
 
     def learn_step(self, plan: Plan, step_ms: float) -> None:
-        """Put the error of the predicted time down to copies, where there are any, or to what is not in blocks."""
+        """Put down what a step took longer than predicted to copies, where there are any: they share the device memory
+        with the computation. The rest, and what it took less, to what is not in blocks: copies save no time."""
         made = predict_step(self._known, assignment_of(self._known, plan.schedule))
         error_ms = step_ms - made.step_ms
         if made.copied_bytes:
-            self.costs = with_copies_taking(self._known, error_ms / made.copied_bytes)
-        else:
-            self.costs = replace(self._known, other_ms=max(0.0, self._known.other_ms + error_ms))
+            slower = max(0.0, self._slower_ms_per_byte + error_ms / made.copied_bytes)
+            change, self._slower_ms_per_byte = slower - self._slower_ms_per_byte, slower
+            self.costs = with_copies_taking(self._known, change)
+            error_ms -= change * made.copied_bytes
+        self.costs = replace(self._known, other_ms=max(0.0, self._known.other_ms + error_ms))
 
     @property
     def _known(self) -> StepCosts:

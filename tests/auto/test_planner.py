@@ -149,6 +149,30 @@ def test_a_plan_that_ran_says_what_was_measured() -> None:
     assert planner.as_it_ran(plan).schedule == plan.schedule
 
 
+def test_copies_are_slow_where_a_step_with_copies_was_and_never_save_time() -> None:
+    measured = Measured("sd3_medium", can_move=True)
+    planner = measured.planner
+    moving = solve(measured.costs, smallest_peak(measured.costs).peak_bytes + 1)
+    plain = solve(measured.costs, 2**40)
+    assert moving.prediction.copied_bytes > 0 == plain.prediction.copied_bytes
+
+    def predicted() -> tuple[float, float]:
+        return tuple(
+            predict_step(measured.costs, assignment_of(measured.costs, plan.schedule)).step_ms
+            for plan in (plain, moving)
+        )
+
+    plain_ms, moving_ms = predicted()
+    planner.learn_step(moving, moving_ms + 8)
+    assert predicted() == pytest.approx((plain_ms, moving_ms + 8))
+    planner.learn_step(moving, moving_ms + 3)
+    assert predicted() == pytest.approx((plain_ms, moving_ms + 3))
+    planner.learn_step(moving, moving_ms - 2)
+    assert predicted() == pytest.approx((plain_ms - 2, moving_ms - 2))
+    planner.learn_step(plain, plain_ms)
+    assert predicted() == pytest.approx((plain_ms, moving_ms))
+
+
 class Scripted:
     """A meter that says what it is told to."""
 
