@@ -87,6 +87,13 @@ class AutoHandle(Attachment):
         """What PyTorch may reserve; None before the first step, where the budget is what is free then."""
         return self._planner.budget_bytes if self._planner is not None else None
 
+    @property
+    def activations_bytes(self) -> int:
+        """The most that activations take under the plan, by prediction: its peak less what lies there in any case."""
+        if self.plan is None or self._planner is None or self._planner.costs is None:
+            return 0
+        return max(0, self.plan.prediction.peak_bytes - self._planner.costs.resident_bytes)
+
     def receipt(self) -> Receipt:
         """What ran in the last step. Valid once its backward is done."""
         receipt = self._handle.receipt()

@@ -124,9 +124,9 @@ class Escalation:
                 self._go_on(*found)
 
     def _note_in_auto(self) -> bool:
-        """Whether auto has a schedule that takes less, and has not failed too often."""
-        handle = self.attached.handle
-        again = sum(entry["next"] == entry["failed"] for entry in self.state.out_of_memory)
+        """Whether auto has a schedule that takes less, and has not failed too often in this step."""
+        handle, step = self.attached.handle, self.state.step + 1
+        again = sum(entry["next"] == entry["failed"] and entry["step"] == step for entry in self.state.out_of_memory)
         if not isinstance(handle, AutoHandle) or handle.plan is None or again >= _MOST_PLANNED_ANEW:
             return False
         return handle.note_out_of_memory()
@@ -139,15 +139,15 @@ class Escalation:
 
     def _plan_anew(self) -> None:
         handle = self.attached.handle
-        assert isinstance(handle, AutoHandle) and handle.plan is not None
-        peak_bytes = handle.plan.prediction.peak_bytes
+        assert isinstance(handle, AutoHandle)
+        peak_bytes = handle.activations_bytes
         name, step = self.attached.name, self.state.step + 1
         self.state.out_of_memory.append(
             {"step": step, "failed": name, "failed_bytes": peak_bytes, "next": name, "next_bytes": None}
         )
         self.say(
-            f"step {step}: out of memory with {name}, which was to take {format_bytes(peak_bytes)} at most. The batch "
-            "is repeated, planned anew for less: same numbers"
+            f"step {step}: out of memory with {name} ({format_bytes(peak_bytes)}). The batch is repeated, planned anew "
+            "for less: same numbers. In brackets: the most that activations were to take"
         )
 
     def _next(self, indices: tuple[int, ...], error: Exception) -> tuple[Rung, Rung] | None:

@@ -224,6 +224,17 @@ def test_auto_planned_anew_is_enough(
     assert any("with auto: was planned anew for less" in line for line in result_lines(report))
 
 
+def test_each_step_may_be_planned_anew(
+    train_and_tell: Tell, output: Path, everything: Everything, undisturbed: tuple[int, Any]
+) -> None:
+    auto = {"gradient_checkpointing_backend": "auto", "vram_budget": "64GiB"}
+    with Scarce({1: (5, BACKWARD), 2: (4, BACKWARD), 5: (3, FORWARD), 8: (5, BACKWARD)}):
+        report, _ = train_and_tell(**NO_GAPS | ACCUMULATED | auto, on_out_of_memory="escalate")
+    assert everything(output) == undisturbed[1]
+    assert report is not None and report["checkpointing"] == "auto"
+    assert [(entry["step"], entry["next"]) for entry in report["out_of_memory"]] == [(n, "auto") for n in (1, 1, 2, 3)]
+
+
 def test_where_auto_finds_nothing_that_fits_settings_by_name_follow(
     train_and_tell: Tell,
     output: Path,
