@@ -15,7 +15,7 @@ from lowtide.controls import CheckpointConfig
 from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.families.row import Stack
 from lowtide.inert import ignored, inert
-from lowtide.plan.schedule import ATTENTION, FFN, KEPT, MOVES, SELECTIVE, Schedule
+from lowtide.plan.schedule import ATTENTION, FFN, MOVES, SELECTIVE, Schedule
 from lowtide.runtime.in_turn import InTurn
 from lowtide.runtime.ledger import BlockRecord, Ledger
 from lowtide.runtime.receipt import BlockReceipt, Copies, Note, Receipt
@@ -23,7 +23,7 @@ from lowtide.runtime.resolve import ResolvedStack, child, resolve
 from lowtide.runtime.store import Store, accelerator_or_simulated
 from lowtide.runtime.swap import intercept, release
 from lowtide.runtime.tracer import Tracer
-from lowtide.runtime.unit import units_of
+from lowtide.runtime.unit import movable, units_of
 
 RUNS_LAST = "runs last, stays on the device"
 """Why a block of which something would wait in CPU memory keeps it."""
@@ -208,18 +208,9 @@ def without_last_round_trip(schedule: Schedule, stacks: Sequence[str]) -> Schedu
     plan = schedule.stacks[last]
     if not any(plan.moves):
         return schedule
-    end = plan.depth - 1
-    segment = plan.segments[end]
-    stay = {end} if segment is None else set(plan.blocks_of(segment))
+    stay = plan.last_together
     moves = tuple(frozenset() if index in stay else moves for index, moves in enumerate(plan.moves))
     return replace(schedule, stacks={**schedule.stacks, last: replace(plan, moves=moves)})
-
-
-def movable(stack: ResolvedStack, block: nn.Module, treatment: str) -> frozenset[str]:
-    """What of this block can wait in CPU memory, of ``plan.schedule.MOVES``."""
-    if treatment == FFN and not stack.chains(block):
-        treatment = KEPT
-    return MOVES[treatment] if stack.attention_sides(block) else MOVES[treatment] - {ATTENTION}
 
 
 def held_back(stacks: Sequence[ResolvedStack], wanted: Schedule, schedule: Schedule) -> set[str]:

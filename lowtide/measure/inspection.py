@@ -13,7 +13,6 @@ from lowtide.handle import (
     check_schedule,
     depths_of,
     held_back,
-    movable,
     schedule_for,
     without_last_round_trip,
 )
@@ -23,7 +22,7 @@ from lowtide.measure.watch import Missed, StackEvidence, Watched, watch, without
 from lowtide.plan.schedule import FFN, KEPT, Schedule, StackSchedule
 from lowtide.runtime.receipt import Note
 from lowtide.runtime.resolve import ResolvedStack, resolve
-from lowtide.runtime.unit import NO_FEED_FORWARD
+from lowtide.runtime.unit import NO_FEED_FORWARD, movable
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,12 @@ class StackSchedule:
     def blocks_of(self, segment: int) -> tuple[int, ...]:
         return tuple(index for index, number in enumerate(self.segments) if number == segment)
 
+    @property
+    def last_together(self) -> tuple[int, ...]:
+        """The blocks that backward comes to first, as one."""
+        segment = self.segments[-1]
+        return (self.depth - 1,) if segment is None else self.blocks_of(segment)
+
     def count(self, treatment: str) -> int:
         return self.treatments.count(treatment)
 

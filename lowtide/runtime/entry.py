@@ -45,6 +45,7 @@ class Entry:
         "key",
         "link",
         "name",
+        "number",
         "returned",
         "size",
         "source",
@@ -73,7 +74,7 @@ class Entry:
         self.stream: torch.Stream | None = None  # whose memory the target is
         self.views: list[weakref.ref[torch.Tensor]] = []
         self.tickets = self.unread = 0
-        self.index = -1
+        self.index = self.number = -1
         self.spoiled = False
         self.name = store.block_name
 
@@ -133,13 +134,13 @@ class Ticket:
 class Waking(Weight):
     """Stands for a saved tensor that stays on the device; reading it wakes the store."""
 
-    __slots__ = ("before", "store")
+    __slots__ = ("packed", "store")
 
     def __init__(self, tensor: torch.Tensor, store: "Store") -> None:
         super().__init__(tensor, store.block_name)
         self.store = store
-        self.before = store.newest()
+        self.packed = store.packs
 
     def take(self) -> torch.Tensor:
-        self.store.wake(self.before)
+        self.store.wake(self.packed)
         return super().take()

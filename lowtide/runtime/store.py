@@ -83,6 +83,7 @@ class Store:
         self.block_name = _NO_BLOCK
         self.on_first_read: Callable[[], None] | None = None
         self.read = False  # whether backward has begun
+        self.packs = 0  # so far, over all forwards
         self.in_flight_bytes = 0  # of sources that still wait for their copy
         self.ahead_bytes = 0  # brought back and not yet read
         self._most_in_flight, self._most_ahead = in_flight_bytes, prefetch_bytes
@@ -168,19 +169,18 @@ class Store:
         """Saved-tensor hook of what runs last: it stays, and reading it tells that the rest is wanted soon."""
         return Waking(tensor, self)
 
-    def newest(self) -> "weakref.ref[Entry] | None":
-        """What was packed last."""
-        return self._order[-1] if self._order else None
-
-    def wake(self, before: "weakref.ref[Entry] | None") -> None:
-        """Backward is at what was packed after ``before``: bring back from there, not another graph's."""
-        entry = before() if before is not None else None
-        if entry is None or self.read:
+    def wake(self, packed: int) -> None:
+        """Backward is at what was saved when there had been so many ``packs``: bring back what was packed by then,
+        from the last of it on that somebody still wants, and not another graph's."""
+        if self.read or self._next >= 0:
             return
         with self.lock:
-            if self._next < 0:
-                self._next = entry.index + 1
-                self._prefetch()
+            for place in reversed(range(len(self._order))):
+                entry = self._order[place]()
+                if entry is not None and entry.index == place and entry.number <= packed:
+                    self._next = place + 1
+                    self._prefetch()
+                    return
 
     def stays(self, tensor: torch.Tensor) -> None:
         """Somebody holds this storage on the device anyway: moving it would save nothing."""
@@ -235,7 +235,8 @@ class Store:
 
     def _put_last(self, entry: Entry) -> None:
         """Backward reads it at its last use in forward."""
-        entry.index = len(self._order)
+        self.packs += 1
+        entry.index, entry.number = len(self._order), self.packs
         self._order.append(weakref.ref(entry))
         self._next = -1
 

@@ -213,10 +213,12 @@ class Tracer:
         store = self.store
         if store is not None:
             store.enter_block(unit.record.number, unit.record.name)
-        if store is None or not unit.moves or reason is not None:
-            hooks = self.ledger.keeping_hooks(unit.record)
-        else:
+        if store is not None and reason is None and unit.moves:
             hooks = self.ledger.moving_hooks(unit.record, store.pack if SAVED in unit.moves else store.share)
+        elif store is not None and reason is None and SAVED in unit.wakes and not self._others_pack():
+            hooks = self.ledger.moving_hooks(unit.record, store.pack_here)
+        else:
+            hooks = self.ledger.keeping_hooks(unit.record)
         output = self._with_hooks(hooks, original, module, args, kwargs)
         self._settle(unit)
         return output
@@ -230,6 +232,8 @@ class Tracer:
         kwargs: dict[str, Any],
     ) -> Any:
         assert self.store is not None
+        if unit.treatment == WAKES and self._others_pack():
+            return original(module, *args, **kwargs)
         pack = self.store.pack if unit.treatment == MOVED else self.store.pack_here
         hooks = self.ledger.moving_hooks(unit.record, pack)
         return self._with_hooks(hooks, original, module, args, kwargs)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.plan.schedule import ATTENTION, FFN, KEPT, SAVED, Schedule, StackSchedule
+from lowtide.plan.schedule import ATTENTION, BOUNDARY, FFN, IN_SEGMENTS, KEPT, MOVES, SAVED, Schedule, StackSchedule
 from lowtide.runtime.ledger import BlockRecord, Ledger
 from lowtide.runtime.resolve import ResolvedStack
 
@@ -29,8 +29,9 @@ class Unit:
     group, ascending. width: how many units the planned segment has. last: the
     last position of the group. carry: places and names of the arguments that
     decide whether a segment goes on. counts: whether its replays are the block's recompute_calls.
-    moves: what of the block waits in CPU memory, see plan.schedule.MOVES. wakes: what of it would, if the block did
-    not run last: it stays, and reading it in backward tells the store to begin. settles: it is what runs last.
+    moves: what of the block waits in CPU memory, see plan.schedule.MOVES. wakes: what of a block that runs last
+    would, if it did not, or might: it stays, and reading it in backward tells the store to begin. settles: it is what
+    runs last.
     """
 
     module: weakref.ref[nn.Module]
@@ -62,6 +63,7 @@ def units_of(
     """
     for stack in stacks:
         plan = schedule.stacks[stack.name]
+        ends = plan.last_together if stack is stacks[-1] and schedule.moves_anything else ()
         for index, (name, block) in enumerate(stack.blocks):
             treatment = plan.treatments[index]
             chains = stack.chains(block) if treatment == FFN else []
@@ -69,7 +71,9 @@ def units_of(
             reason = NO_FEED_FORWARD if bare else None
             record = ledger.add(name, stack.name, index, KEPT if bare else treatment, reason)
             unit = _block_unit(block, record, stack, plan, index)
-            unit.wakes = wanted.stacks[stack.name].moves[index] - unit.moves
+            unit.wakes = (wanted.stacks[stack.name].moves[index] - unit.moves) & movable(stack, block, treatment)
+            if index in ends and not unit.wakes:
+                unit.wakes = frozenset({_waking(treatment, stack, block)})
             unit.settles = stack is stacks[-1] and index == plan.depth - 1
             yield name, block, unit
             for number, chain in enumerate(chains):
@@ -78,6 +82,21 @@ def units_of(
                 side = MOVED if ATTENTION in unit.moves else WAKES
                 for path, module in stack.attention_sides(block):
                     yield f"{name}.{path}", module, Unit(weakref.ref(module), record, side, (block, path))
+
+
+def movable(stack: ResolvedStack, block: nn.Module, treatment: str) -> frozenset[str]:
+    """What of this block can wait in CPU memory, of ``plan.schedule.MOVES``."""
+    if treatment == FFN and not stack.chains(block):
+        treatment = KEPT
+    return MOVES[treatment] if stack.attention_sides(block) else MOVES[treatment] - {ATTENTION}
+
+
+def _waking(treatment: str, stack: ResolvedStack, block: nn.Module) -> str:
+    """What of the block that runs last tells, as backward reads it, that the rest is wanted soon. The later it is, the
+    more of the block's own memory is free again."""
+    if treatment in IN_SEGMENTS:
+        return BOUNDARY
+    return ATTENTION if stack.attention_sides(block) else SAVED
 
 
 def _chain_units(

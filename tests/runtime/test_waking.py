@@ -1,0 +1,69 @@
+"""The way back begins before backward asks for the first thing that moved, whatever runs last."""
+
+import pytest
+import torch
+
+import lowtide
+from lowtide import families
+from lowtide.measure.adapter import add_lora
+from lowtide.measure.build import build_model
+from lowtide.measure.inputs import build_inputs
+from lowtide.measure.parity import compare, run_step
+from lowtide.plan.schedule import Schedule, StackSchedule, mixed
+from lowtide.runtime.resolve import resolve
+from lowtide.testing import cpu_offload
+
+ROWS = ["flux1", "sd3_medium", "sdxl", "sana", "stable_cascade_c", "ltx2_3"]
+ENDS = [
+    ("kept+attention", "kept"),
+    ("kept+saved", "kept"),
+    ("kept+saved", "kept+saved"),
+    ("whole+boundary", "kept"),
+    ("whole+boundary", "whole"),
+    ("ffn+boundary", "ffn"),
+    ("selective+boundary+attention", "selective"),
+    ("selective+boundary+attention", "kept"),
+]
+
+
+def then(word: str, last: str, depth: int) -> StackSchedule:
+    return mixed([word] * (depth - 1) + [last])
+
+
+@pytest.mark.parametrize("key", ROWS)
+@pytest.mark.parametrize(("word", "last"), ENDS)
+def test_nothing_is_missed_whatever_the_last_block_does(key: str, word: str, last: str) -> None:
+    row = families.find(key)
+    model, given = build_model(row, "tiny").train(row.train_mode), build_inputs(row.tiny, torch.float32)
+    depths = {stack.name: len(stack.blocks) for stack in resolve(model, row.stacks)}
+    *first, end = depths
+    schedule = Schedule({name: mixed([word] * depths[name]) for name in first} | {end: then(word, last, depths[end])})
+    plain = run_step(model, given)
+    with cpu_offload(), lowtide.attach(model, schedule=schedule, offload_min_bytes=1) as handle:
+        for _ in range(2):
+            assert compare(plain, run_step(model, given)) == []
+            copies = handle.receipt().copies
+            assert copies.prefetch_misses == 0
+            assert 0 < copies.h2d_bytes == copies.d2h_bytes
+
+
+@pytest.mark.parametrize("key", ROWS)
+@pytest.mark.parametrize("backend", ["unsloth-ffn", None])
+def test_what_was_packed_last_may_be_gone_by_then(key: str, backend: str | None) -> None:
+    """Of frozen feed-forwards nothing is recomputed in the last block: what they were to move is let go again."""
+    row = families.find(key)
+    model, given = (
+        build_model(row, "tiny").train(row.train_mode).requires_grad_(False),
+        build_inputs(row.tiny, torch.float32),
+    )
+    add_lora(model, resolve(model, row.stacks), 4, torch.float32)
+    plain = run_step(model, given)
+    with (
+        cpu_offload(),
+        lowtide.attach(model, backend=backend, offload_attention=True, offload_min_bytes=1) as handle,
+    ):
+        for _ in range(2):
+            assert compare(plain, run_step(model, given)) == []
+            copies = handle.receipt().copies
+            assert copies.prefetch_misses == 0
+            assert copies.h2d_bytes > 0
