@@ -76,7 +76,7 @@ def measuring(planner: Planner, attached: Attached) -> Steps:
             step_ms = yield from _try(planner, _take(attached, made, _TRIED[moving]))
             tried.append((step_ms, planner.as_it_ran(made)))
     if _may_be_quicker(planner, plan, tried):
-        step_ms = yield from _try(planner, _take(attached, plan, _ONCE_MORE))
+        step_ms = yield from _try(planner, _take(attached, planner.as_it_ran(plan), _ONCE_MORE))
         tried.append((step_ms, planner.as_it_ran(plan)))
     _take(attached, min(tried, key=_quickest, default=(math.inf, plan))[1], "from now on", settled=True)
 
