@@ -32,6 +32,9 @@ from lowtide.runtime.resolve import ResolvedStack, resolve
 from lowtide.runtime.swap import Routes, intercept, release
 from lowtide.runtime.tracer import transformed
 
+_MANY = 4
+"""Forwards smaller than the largest, after which they run under the last plan until the next one that is measured."""
+
 
 class AutoHandle(Attachment):
     """What ``attach(backend="auto")`` returns: a ``Handle``, and ``plan`` is the one that runs, once there is one."""
@@ -62,6 +65,7 @@ class AutoHandle(Attachment):
         self._updated = False
         self._on_update = register_optimizer_step_post_hook(_Updates(weakref.ref(self)))
         self._steps: Steps | None = None
+        self._smaller = 0  # forwards since one that was measured
         self._inside = False
         self.active = True
         intercept([(type(self._root).__name__, self._root)], self, forward=True)
@@ -155,6 +159,9 @@ class AutoHandle(Attachment):
             self._largest = largest
         elif size[0] != largest[0]:
             self._seen = seen  # it fits where the largest one does, and its times would mislead
+            self._smaller += 1
+            if self._smaller >= _MANY and self._steps is not None and self.plan is not None:
+                self._attach_under(self.plan.schedule)  # what is measured next may be slow, and is not now
         elif self._steps is not None and self._planner is not None:
             self._planner.begin_step()
             self._go_on(self._steps, seen)
@@ -162,8 +169,10 @@ class AutoHandle(Attachment):
     def _go_on(self, steps: Steps, seen: Probed | None) -> None:
         self._steps = None
         try:
+            self._smaller = 0
             each = steps.send(seen)
             self._steps = steps
+            self._attach_under(self._measured)
         except StopIteration:
             return
         except BaseException:  # an interrupt, too: half of a change may be done
@@ -228,6 +237,10 @@ class AutoHandle(Attachment):
 
     def run_under(self, schedule: Schedule) -> None:
         """For ``measuring``."""
+        self._measured = schedule
+        self._attach_under(schedule)
+
+    def _attach_under(self, schedule: Schedule) -> None:
         if schedule == self._running or not self.active:
             return
         self._running = None  # whatever interrupts this, the next forward attaches again

@@ -10,6 +10,7 @@ the inputs, and what the forward makes itself) its values are kept, as long as t
 4. Which experts a router chooses (``topk`` of what is unknown) is taken to be as even as it can be.
 5. The forward is told that its tensors are in CPU memory: autocast knows no meta device, and a move from one to the
    other would be a copy.
+6. What talks to other processes is refused, before it does: they would wait for what never comes, or answer.
 """
 
 import functools
@@ -32,6 +33,8 @@ MOST_FLOATS = 2**12
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _aten = torch.ops.aten
+_BETWEEN_RANKS = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
+"""Namespaces of operators that wait for other processes."""
 _READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -172,6 +175,11 @@ class _Operators(TorchDispatchMode):
             return self._run(func, _facts(func), args, dict(kwargs or {}))
 
     def _run(self, func: Any, facts: _Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func.namespace in _BETWEEN_RANKS:  # rule 6
+            raise ConfigError(
+                f"its forward exchanges tensors with other ranks ({func}), which have to do the same at the same time: "
+                "give all of them one saved plan (attach(schedule=…))"
+            )
         if not all(tensor.is_meta for tensor in _tensors((args, kwargs))):
             stand_in = functools.partial(self._stand_in, func, facts)
             args, kwargs = _mapped(stand_in, args), _mapped(stand_in, kwargs)

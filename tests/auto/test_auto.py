@@ -105,6 +105,24 @@ def test_random_numbers_are_those_of_a_plain_run() -> None:
     assert recomputed > len(model.blocks)
 
 
+def test_while_nothing_is_measured_the_plan_runs() -> None:
+    """What measures treatments side by side is not left to many smaller batches, and goes on with the next large one."""
+    model = dropping()
+    small, large = torch.randn(256, 64), torch.randn(1024, 64)
+    with attached(model, budget_for(model, large)) as handle:
+        ran = []
+        for x in (large, large, *[small] * 6, *[large] * STEPS):
+            plain = copy.deepcopy(model)
+            expected, found = step(plain, lambda x=x, m=plain: m(x)), step(model, lambda x=x: model(x))
+            assert_equal(expected, found)
+            ran.append((handle.schedule, handle.plan and handle.plan.schedule))
+        assert handle.settled and handle.plan is not None and handle.plan.source == MEASURED
+    (sample, first), back = ran[1], ran[8][0]
+    assert sample != first == ran[0][0]
+    assert [schedule for schedule, _ in ran[2:8]] == [sample] * 3 + [first] * 3
+    assert back == sample == ran[9][0] == ran[10][0]
+
+
 def test_a_larger_batch_is_planned_anew_and_a_smaller_one_is_not() -> None:
     model = dropping()
     small, large = torch.randn(256, 64), torch.randn(1024, 64)
