@@ -152,10 +152,11 @@ def chosen(task: Task, budget: int, options: argparse.Namespace) -> dict[str, An
             if options.device == "cuda":
                 line["most_reserved_bytes"] = max(first["reserved_bytes"], torch.cuda.max_memory_reserved())
             line |= measure(task, options.device, 0, options.steps)
-            made = handle.plan.prediction
+            made, before = handle.plan.prediction, handle.plan.foreseen or handle.plan.prediction
             line |= {
-                "predicted_bytes": made.peak_bytes,
-                "predicted_ms": made.step_ms,
+                "predicted_bytes": before.peak_bytes,
+                "predicted_ms": before.step_ms,
+                "known_bytes": made.peak_bytes,
                 "mode": handle.plan.mode,
                 "source": handle.plan.source,
                 "totals": handle.receipt().totals,

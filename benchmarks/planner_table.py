@@ -3,14 +3,13 @@
     python benchmarks/planner_table.py results/planner.jsonl
 
 A setting fits where what PyTorch reserved under it is no more than the budget. ± are a peak over its prediction: of the
-first step, from shapes alone, and of the steps under the schedule that stayed. Lines of one work and commit belong
-together; of a setting that was measured more than once, the last line counts.
+first step, from shapes alone, and of the steps under the schedule that stayed, over what was predicted before it first
+ran (lines of commits before this was kept have no such figure). Lines of one work and one process belong together.
 """
 
 import argparse
 import json
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from lowtide.keys import AUTO
@@ -27,17 +26,18 @@ Line = dict[str, Any]
 
 
 def runs(lines: Iterable[Line]) -> dict[str, dict[tuple[str, int | None], Line]]:
-    """The last line of every setting and budget, by work, sizes and commit."""
+    """The last line of every setting and budget, by work, sizes, commit and when its process began."""
     found: dict[str, dict[tuple[str, int | None], Line]] = {}
     for line in lines:
         sizes = ", ".join(f"{name} {size}" for name, size in line.get("sizes", {}).items())
-        name = f"{line['work']}{f' ({sizes})' * bool(sizes)}, commit {line['machine']['commit']}"
+        machine = line["machine"]
+        name = f"{line['work']}{f' ({sizes})' * bool(sizes)}, commit {machine['commit']}, {machine['date']}"
         found.setdefault(name, {})[line["setting"], line.get("budget_bytes")] = line
     return found
 
 
 def rows(settings: Iterable[Line]) -> Iterator[str]:
-    measured = list(settings)
+    measured = [line for line in settings if "failed" in line or "peak_bytes" in line]
     others = [line for line in measured if line["setting"] != AUTO and "reserved_bytes" in line]
     for line in measured:
         if line["setting"] == AUTO:
@@ -65,20 +65,22 @@ def row(line: Line, fitting: list[Line]) -> str:
     if "failed" in line:
         return f"| {budget} | {line['failed'].splitlines()[0][:90]} | | | | {quickest} | | |"
     cold = line["cold"]["peak_bytes"] / line["cold"]["predicted_bytes"] - 1
-    settled = line["peak_bytes"] / line["predicted_bytes"] - 1
+    settled = f"{line['peak_bytes'] / line['predicted_bytes'] - 1:+.1%}" if "known_bytes" in line else "–"
     over = "" if best is None else f"{line['step_s'] / best['step_s'] - 1:+.1%}"
     return (
-        f"| {budget} | {format_bytes(line['most_reserved_bytes'])} | {cold:+.1%} | {settled:+.1%} | "
+        f"| {budget} | {format_bytes(line['most_reserved_bytes'])} | {cold:+.1%} | {settled} | "
         f"{1e3 * line['step_s']:.0f} ms | {quickest} | {over} | {line['predicted_ms']:.0f} ms |"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path)
-    text = parser.parse_args().file.read_text(encoding="utf-8")
-    for run, settings in runs(json.loads(line) for line in text.splitlines()).items():
-        print(f"\n{run}\n", *_HEAD, *rows(settings.values()), *kept(settings.values()), sep="\n")
+    parser.add_argument("file", type=argparse.FileType(encoding="utf-8"))
+    text = parser.parse_args().file.read()
+    for run, settings in runs(map(json.loads, text.splitlines())).items():
+        ran = sum(line["setting"] not in (AUTO, KEPT_BYTES) and "reserved_bytes" in line for line in settings.values())
+        print(f"\n{run}; {ran} settings beside auto\n")
+        print(*_HEAD, *rows(settings.values()), *kept(settings.values()), sep="\n")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from lowtide.errors import ConfigError, UnsupportedError
-from lowtide.keys import AUTO, Budget, Choice, Keys, Size, Switch, Text, WholeNumber, boolean_of, is_unset
+from lowtide.keys import AUTO, Budget, Choice, Keys, Size, Switch, Text, WholeNumber, boolean_of, is_unset, key_of
 from lowtide.plan.saved_plan import load_plan
 from lowtide.plan.schedule import (
     ATTENTION,
@@ -167,8 +167,32 @@ class CheckpointConfig(Keys):
         given = [f"{{{name}}}" for name in others if getattr(self, name) != fields[name].default]
         if given:
             raise ValueError(
-                f"{{schedule}} says by itself what is done with every block: leave {' and '.join(given)} out."
+                f"{{schedule}} says by itself what is done with every block: leave {' and '.join(given)} out "
+                "(null in a file, none on a command line)."
             )
+
+    @classmethod
+    def displaced_by(cls, chosen: Mapping[str, Any]) -> tuple[str, ...]:
+        """Flat keys that cannot stand beside those that somebody has chosen: they give way, where they come from a file
+        and the choice from a command line."""
+        fields = {name: key_of(name, field) for name, field in cls.model_fields.items()}
+
+        def given(name: str) -> Any:
+            value = chosen.get(fields[name])
+            return None if is_unset(value) else value
+
+        schedules = ("backend", "interval", "segment_stride", "offload_attention")
+        if given("schedule") is not None:
+            names = ("gradient_checkpointing", "vram_budget", *schedules)
+        elif given("backend") == AUTO:
+            names = ("gradient_checkpointing", "schedule", *schedules[1:])
+        elif given("backend") is not None:
+            names = ("gradient_checkpointing", "schedule", "vram_budget")
+        elif given("gradient_checkpointing") is not None and boolean_of(given("gradient_checkpointing")) is False:
+            names = ("schedule", "vram_budget", "interval", "segment_stride")
+        else:
+            names = ()
+        return tuple(fields[name] for name in names if fields[name] not in chosen)
 
     @classmethod
     def for_attach(

@@ -348,7 +348,8 @@ def test_known_keys_are_listed_in_the_style_of_the_caller() -> None:
 )  # fmt: skip
 def test_a_schedule_leaves_nothing_to_say(beside: dict[str, Any]) -> None:
     message = message_of(schedule="plan.json", **beside)
-    assert message == f"schedule says by itself what is done with every block: leave {' and '.join(beside)} out."
+    expected = f"schedule says by itself what is done with every block: leave {' and '.join(beside)} out"
+    assert message == f"{expected} (null in a file, none on a command line)."
     flat = {FLAT[name]: value for name, value in beside.items()}
     assert "gradient_checkpointing_schedule says by itself" in message_of(
         gradient_checkpointing_schedule="plan.json", **flat

@@ -20,6 +20,7 @@ from lowtide.auto.measuring import Steps, measuring
 from lowtide.auto.planner import Planner
 from lowtide.auto.size import Size, Sizes
 from lowtide.controls import CheckpointConfig
+from lowtide.errors import ConfigError
 from lowtide.handle import NOT_CALLED, Attachment, Handle, attach_as, rows_for
 from lowtide.measure.meter import meter_of
 from lowtide.measure.probe import Probed, StepProbe
@@ -41,6 +42,10 @@ class AutoHandle(Attachment):
 
     def __init__(self, model: nn.Module, config: CheckpointConfig, family: str | None = None) -> None:
         budget_bytes(config.vram_budget)  # raises now what the first step would raise
+        if any(weight.is_meta for weight in model.parameters()):
+            raise ConfigError(
+                "auto measures steps, and this model is on the meta device: `lowtide plan` works from shapes"
+            )
         self.config = config
         self.plan: Plan | None = None
         root, rows = rows_for(model, family)
@@ -90,13 +95,6 @@ class AutoHandle(Attachment):
     def budget_bytes(self) -> int | None:
         """What PyTorch may reserve; None before the first step, where the budget is what is free then."""
         return self._planner.budget_bytes if self._planner is not None else None
-
-    @property
-    def activations_bytes(self) -> int:
-        """The most that activations take under the plan, by prediction: its peak less what lies there in any case."""
-        if self.plan is None or self._planner is None or self._planner.costs is None:
-            return 0
-        return max(0, self.plan.prediction.peak_bytes - self._planner.costs.resident_bytes)
 
     def receipt(self) -> Receipt:
         """What ran in the last step. Valid once its backward is done."""

@@ -15,6 +15,7 @@ import logging
 import math
 import statistics
 from collections.abc import Generator
+from dataclasses import replace
 from typing import Protocol
 
 from lowtide.auto.planner import Planner, in_short
@@ -52,13 +53,13 @@ class Attached(Protocol):
 
 def measuring(planner: Planner, attached: Attached) -> Steps:
     """Ends when the plan that stays has been taken. Raises ConfigError where nothing fits, before the first step."""
-    plan = _take(attached, planner.plan(careful=True), "to begin with, from shapes")
+    plan = _take(planner, attached, planner.plan(careful=True), "to begin with, from shapes")
     planner.learn_peak(plan.schedule, (yield False))
     sample = planner.sampling()
     if sample is None or plan.leaves_off:
         made = _candidate(planner)
         stays = planner.as_it_ran(plan) if made is None or made.schedule == plan.schedule else made
-        _take(attached, stays, "from now on", settled=True)
+        _take(planner, attached, stays, "from now on", settled=True)
         return
     attached.run_under(sample)
     _log.info("auto: some steps measure each treatment on some blocks")
@@ -73,12 +74,13 @@ def measuring(planner: Planner, attached: Attached) -> Steps:
     for moving, like in itertools.product((True, False), (False, True)):
         made = _candidate(planner, moving, like)
         if made is not None and all(made.schedule != other.schedule for _, other in tried):
-            step_ms = yield from _try(planner, _take(attached, made, _TRIED[moving]))
+            step_ms = yield from _try(planner, _take(planner, attached, made, _TRIED[moving]))
             tried.append((step_ms, planner.as_it_ran(made)))
     if _may_be_quicker(planner, plan, tried):
-        step_ms = yield from _try(planner, _take(attached, planner.as_it_ran(plan), _ONCE_MORE))
-        tried.append((step_ms, planner.as_it_ran(plan)))
-    _take(attached, min(tried, key=_quickest, default=(math.inf, plan))[1], "from now on", settled=True)
+        again = replace(planner.as_it_ran(plan), foreseen=None)
+        step_ms = yield from _try(planner, _take(planner, attached, again, _ONCE_MORE))
+        tried.append((step_ms, planner.as_it_ran(again)))
+    _take(planner, attached, min(tried, key=_quickest, default=(math.inf, plan))[1], "from now on", settled=True)
 
 
 def _candidate(planner: Planner, moving: bool = True, like: bool = False) -> Plan | None:
@@ -118,8 +120,8 @@ def _quickest(tried: tuple[float, Plan]) -> float:
     return step_ms * (1 + _WORTH * plan.schedule.moves_anything)
 
 
-def _take(attached: Attached, plan: Plan, why: str, settled: bool = False) -> Plan:
+def _take(planner: Planner, attached: Attached, plan: Plan, why: str, settled: bool = False) -> Plan:
     """why: it is taken, for people."""
     attached.take(plan, settled)
-    _log.info("auto: %s: %s", why, in_short(plan))
+    _log.info("auto: %s: %s", why, in_short(plan, planner.budget_bytes))
     return plan

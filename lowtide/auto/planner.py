@@ -119,7 +119,7 @@ class Planner:
         """The plan of the last step, with what is known of it by now."""
         costs = replace(self._known, resident_bytes=self._lying_bytes(self._error_bytes), in_flight_share=1.0)
         prediction = predict_step(costs, assignment_of(costs, plan.schedule))
-        return replace(plan, prediction=prediction, source=costs.source)
+        return replace(plan, prediction=prediction, source=costs.source, foreseen=plan.foreseen or plan.prediction)
 
     def sampling(self) -> Schedule | None:
         """A step that measures treatments side by side; None where it would not fit."""
@@ -246,12 +246,14 @@ class Planner:
         return costs if self.can_move else replace(costs, link=None)
 
 
-def in_short(plan: Plan) -> str:
-    """The plan in a line: how many blocks have which treatment, and its peak and time by prediction."""
+def in_short(plan: Plan, budget_bytes: int) -> str:
+    """The plan in a line: how many blocks have which treatment, and its peak and time by prediction. budget_bytes: all
+    of it, of which some is left free."""
     made = plan.prediction
     words = Counter(word for stack in plan.schedule.stacks.values() for word in stack.words)
     what = ", ".join(f"{count} {word}" for word, count in words.most_common())
-    return f"{what}; peak {format_bytes(made.peak_bytes)} of {format_bytes(plan.budget_bytes)}, {made.step_ms:.0f} ms"
+    peak, room, budget = map(format_bytes, (made.peak_bytes, plan.budget_bytes, budget_bytes))
+    return f"{what}; peak {peak} (room for tensors: {room} of {budget}), {made.step_ms:.0f} ms"
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """What ``auto`` planned, as a cell's record keeps it and as a report tells it beside what was measured."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from lowtide.bench.outcome import GIB, seconds
@@ -10,10 +11,11 @@ from lowtide.plan.explain import as_dict, places_by_treatment
 
 
 def planned(plan: Plan, budget_bytes: int) -> dict[str, Any]:
-    """The plan as plain data. peak_bytes, step_ms: predicted, the latter without the optimizer's update. room_bytes: of
-    the budget, less what PyTorch reserves and no tensor takes. stacks: each in words, ``"0–3, 8: recomputed whole"``.
+    """The plan as plain data. peak_bytes, step_ms: predicted before it ran, the latter without the optimizer's update.
+    room_bytes: of the budget, less what PyTorch reserves and no tensor takes. stacks: each in words, ``"0–3, 8:
+    recomputed whole"``.
     """
-    facts = as_dict(plan)
+    facts = as_dict(plan if plan.foreseen is None else replace(plan, prediction=plan.foreseen))
     return {
         "budget_bytes": budget_bytes,
         "room_bytes": facts["budget_bytes"],

@@ -38,7 +38,10 @@ if TYPE_CHECKING:
 
 _INTERRUPTED = 130
 
-Works = Annotated[list[str] | None, typer.Option("--work", metavar="BLOCKSxTOKENS", help="Default: the public four.")]
+Works = Annotated[
+    list[str] | None,
+    typer.Option("--work", metavar="BLOCKSxTOKENS", help="Default: the public four, or one of size tiny."),
+]
 Names = Annotated[list[str], typer.Argument(metavar="NAME…", help="Families (`lowtide families` lists them), or all.")]
 Modes = Annotated[str, typer.Option(metavar="LIST", help="Modes, separated by commas, or all. docs/bench.md.")]
 Adapters = Annotated[str, typer.Option(metavar="LIST", help="What is trained: frozen, lora, full, by commas.")]
@@ -66,7 +69,8 @@ def synthetic(
         sweep = _bench()
         common = {"compile": compile, "attention": attention, "size": size, "rank": rank}
         chosen = {"modes": mode_names(modes, vram_budget is not None), "budgets": budgets_of(vram_budget)}
-        cells = sweep.synthetic_conditions(work or sweep.SYNTHETIC, adapters=_listed(adapter), **chosen, **common)
+        works = work or (sweep.SYNTHETIC if size == "real" else sweep.SYNTHETIC[:1])  # tiny ones are all the same
+        cells = sweep.synthetic_conditions(works, adapters=_listed(adapter), **chosen, **common)
         made = _swept(cells, out / "synthetic.jsonl", warm_up, steps, again)
     show(*_ending(made, out))
 

@@ -46,7 +46,10 @@ CardName = Annotated[
 ]
 HostMemory = Annotated[
     str | None,
-    typer.Option(metavar="SIZE", help="CPU memory for what moves. Default: 60 % of this machine's. none: no limit."),
+    typer.Option(
+        metavar="SIZE",
+        help="CPU memory for what moves. Default: 60 % of this machine's. 0: nothing moves. none: no limit.",
+    ),
 ]
 Save = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write the plan; `lowtide.attach(schedule=FILE)` takes it.")
@@ -149,7 +152,7 @@ def _amount(option: str, text: str, word: str) -> int | None:
 
 def _host(text: str | None) -> int | None:
     if text is not None:
-        return _amount("--host-memory", text, "none")
+        return 0 if text.strip() == "0" else _amount("--host-memory", text, "none")
     from lowtide.runtime.host_memory import share_of_host_bytes
 
     return share_of_host_bytes()

@@ -13,7 +13,7 @@ from rich.text import Text
 from lowtide.cli.output import show, working
 from lowtide.cli.receipt_table import receipt_table
 from lowtide.train.config import START_AFRESH, TrainConfig, load_config
-from lowtide.train.report import finished, result_lines, settings_table
+from lowtide.train.report import differently, finished, result_lines, settings_table
 
 if TYPE_CHECKING:
     from lowtide.train.progress import Reporter
@@ -39,10 +39,12 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
     settings = load_config(config, overrides or ())
     report = finished(settings)
     if report is not None:
+        otherwise = differently(report, settings)
         show(
             as_it_is(
                 f"This run is done already: {report['steps']} steps. With a larger max_train_steps it goes on. To run "
                 f"it once more,\n{START_AFRESH}."
+                + (f"\nIt ran with {otherwise}: the same numbers." if otherwise else "")
             )
         )
     else:

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -24,7 +25,11 @@ from lowtide.cli.options import (
 from lowtide.cli.output import show, show_json, working
 from lowtide.cli.receipt_table import receipt_table
 from lowtide.controls import CheckpointConfig
+from lowtide.errors import ConfigError
 from lowtide.plan.schedule import Schedule
+
+if TYPE_CHECKING:
+    from lowtide.runtime.resolve import ResolvedStack
 
 _MOST_SHOWN = 10
 _SIMULATED = "simulated on the CPU"
@@ -69,10 +74,13 @@ def _verified(target: str, config: CheckpointConfig, schedule: Schedule | None) 
     from lowtide.measure.build import open_target
     from lowtide.measure.inspection import class_of
     from lowtide.measure.parity import verify as run_both
+    from lowtide.runtime.resolve import resolve
     from lowtide.testing import cpu_offload
 
     opened = open_target(target, "tiny")
     moves = config.moves if schedule is None else schedule.moves_anything
+    if schedule is not None and opened.family is not None and not Path(target).is_dir():
+        _check_size(target, schedule, resolve(opened.model, opened.family.stacks))
     with cpu_offload() if moves else nullcontext():
         report = run_both(opened, **{**config.attach_arguments(), "schedule": schedule})
     return {
@@ -87,6 +95,19 @@ def _verified(target: str, config: CheckpointConfig, schedule: Schedule | None) 
         "differences": [dict(vars(difference)) for difference in report.differences],
         "receipt": report.receipt,
     }
+
+
+def _check_size(target: str, schedule: Schedule, stacks: "list[ResolvedStack]") -> None:
+    """A plan for a real model is none for the tiny one that a family's name stands for here."""
+    from lowtide.handle import check_schedule
+
+    try:
+        check_schedule(schedule, stacks)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}: {target} is verified in its tiny configuration. Give the folder of the model that the plan is "
+            f"for; `lowtide inspect {target} --plan` shows what the plan does with the real configuration"
+        ) from error
 
 
 def _report(result: Mapping[str, Any], plan: str | None) -> Iterator[RenderableType]:

@@ -19,13 +19,15 @@ _GEN4_X8, _GEN5_X8 = (LinkRates(rate, rate) for rate in (11.5, 25.0))
 
 @dataclass(frozen=True)
 class Card:
-    """memory_bytes: of the device, all of it. See the module for the rates."""
+    """memory_bytes: of the device, all of it. See the module for the rates. bf16: whether it computes in bfloat16, or
+    PyTorch does with other means, many times slower."""
 
     name: str
     memory_bytes: int
     flops_per_s: float
     memory_bytes_per_s: float
     link: LinkRates
+    bf16: bool = True
 
 
 _GIB = 2**30
@@ -43,8 +45,8 @@ CARDS = (
     Card("RTX 5080", 16 * _GIB, 112e12, 960e9, _GEN5),
     Card("RTX 5090", 32 * _GIB, 210e12, 1792e9, _GEN5),
     Card("RTX PRO 6000", 96 * _GIB, 250e12, 1792e9, _GEN5),
-    Card("T4", 16 * _GIB, 25e12, 300e9, _GEN3),
-    Card("V100", 32 * _GIB, 60e12, 900e9, _GEN3),
+    Card("T4", 16 * _GIB, 25e12, 300e9, _GEN3, bf16=False),
+    Card("V100", 32 * _GIB, 60e12, 900e9, _GEN3, bf16=False),
     Card("L4", 24 * _GIB, 60e12, 300e9, _GEN4),
     Card("A10G", 24 * _GIB, 55e12, 600e9, _GEN4),
     Card("A6000", 48 * _GIB, 75e12, 768e9, _GEN4),

@@ -42,7 +42,7 @@ def hints(need: Need) -> Iterator[str]:
             "bf16, 8 bits take about half, 4 bits a quarter"
         )
     yield _smaller(need)
-    cards = [card.name for card in CARDS if budget_within(card.memory_bytes) >= need.smallest_peak_bytes]
+    cards = [card.name for card in CARDS if card.bf16 and budget_within(card.memory_bytes) >= need.smallest_peak_bytes]
     if cards:
         yield f"another card, of {format_bytes(need.smallest_peak_bytes)} or more: {', '.join(cards[:_CARDS_NAMED])} …"
 

@@ -101,11 +101,12 @@ class Planned:
     def warnings(self) -> tuple[str, ...]:
         """What is likely not meant."""
         card, budget = self.wish.card, self.wish.budget_bytes
+        told = f"{card.name} does not compute in bfloat16, as this plan supposes: steps will take far longer."
+        slow = () if card.bf16 else (told,)
         if budget <= card.memory_bytes:
-            return ()
-        return (
-            f"The budget, {format_bytes(budget)}, is more than {card.name} has: {format_bytes(card.memory_bytes)}.",
-        )
+            return slow
+        has = format_bytes(card.memory_bytes)
+        return (f"The budget, {format_bytes(budget)}, is more than {card.name} has: {has}.", *slow)
 
     def as_dict(self) -> dict[str, Any]:
         return {

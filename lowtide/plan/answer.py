@@ -23,7 +23,8 @@ class Plan:
 
     mode: the fixed setting that it is, if it is one; modes.PLAIN: leave checkpointing off. alternatives: all fixed
     settings. host_limit_bytes: how much may wait in CPU memory; None: no limit. source: where the figures come from
-    (costs.MEASURED, costs.FORECAST). states, within_ms: see optimum.Optimum.
+    (costs.MEASURED, costs.FORECAST). states, within_ms: see optimum.Optimum. foreseen: of a plan that has run, whose
+    prediction is what was measured, the one before; None: it has not run.
     """
 
     budget_bytes: int
@@ -35,6 +36,7 @@ class Plan:
     source: str
     states: int = 0
     within_ms: float = 0.0
+    foreseen: StepPrediction | None = None
 
     @property
     def leaves_off(self) -> bool:

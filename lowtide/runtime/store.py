@@ -457,8 +457,9 @@ def accelerator_or_simulated() -> torch.device:
     if device is None:
         raise ConfigError(
             "offload needs an accelerator (CUDA, ROCm, XPU …), and torch sees none on this machine: on the CPU, "
-            "activations are in CPU memory already. Leave offload_attention out and use a backend that recomputes only "
-            "(torch, torch-ffn, torch-selective), or try it out inside `lowtide.testing.cpu_offload()`."
+            "activations are in CPU memory already. Use a backend that recomputes only (torch, torch-ffn, "
+            "torch-selective) without offload_attention, or a plan by which nothing moves (`lowtide plan --host-memory "
+            "0`), or try it out inside `lowtide.testing.cpu_offload()`."
         )
     return device
 

@@ -245,7 +245,7 @@ _DEFAULTS = {
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """From a JSON file and ``key=value`` texts that go over it.
+    """From a JSON file and ``key=value`` texts that go over it, and over what cannot stand beside them.
 
     Relative input paths in the file start at the file's folder; in an override, and ``output_dir`` and ``cache_dir``
     always, at the current folder. Raises ConfigError: names the file where the mistake is in it.
@@ -253,6 +253,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     changed = dict(_override(text) for text in overrides)
     try:
         given = {key: _beside(path, key, value) for key, value in read_flat_json(path).items()}
+        for key in CheckpointConfig.displaced_by(changed):
+            given.pop(key, None)
         config = TrainConfig.from_flat({**given, **changed})
         for key, folder in (("output_dir", config.keys.output), ("cache_dir", config.keys.cache)):
             _check_folder(key, folder)

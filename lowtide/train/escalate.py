@@ -111,6 +111,7 @@ class Escalation:
                 if isinstance(error, ConfigError) and not self._was_planned_anew:
                     raise
                 anew = isinstance(error, torch.OutOfMemoryError) and self._note_in_auto()
+                failed_bytes = self._failed_bytes(indices) if anew else None
                 found = None if anew else self._next(indices, error)
                 if found is None and not anew:
                     raise
@@ -119,7 +120,7 @@ class Escalation:
             torch.zeros((), requires_grad=True).backward()  # rule 2: the queue forgets what a failed backward left
             give_back(self.updater.device)
             if found is None:
-                self._plan_anew()
+                self._plan_anew(failed_bytes)
             else:
                 self._go_on(*found)
 
@@ -137,16 +138,21 @@ class Escalation:
         last = self.state.out_of_memory[-1:]
         return any(e["next"] == e["failed"] and e["step"] == self.state.step + 1 for e in last)
 
-    def _plan_anew(self) -> None:
-        handle = self.attached.handle
-        assert isinstance(handle, AutoHandle)
-        peak_bytes = handle.activations_bytes
+    def _failed_bytes(self, indices: tuple[int, ...]) -> int | None:
+        """The most that activations were to take under what ran, as of every rung; None where no shapes say it."""
+        try:
+            _, trace = trace_shapes(self.attached, self._arguments(indices), self.keys, self.updater.device)
+        except ConfigError:
+            return None
+        return most_bytes_under(self.attached.handle.schedule, trace, self.attached.config.offload_min_bytes)
+
+    def _plan_anew(self, failed_bytes: int | None) -> None:
         name, step = self.attached.name, self.state.step + 1
         self.state.out_of_memory.append(
-            {"step": step, "failed": name, "failed_bytes": peak_bytes, "next": name, "next_bytes": None}
+            {"step": step, "failed": name, "failed_bytes": failed_bytes, "next": name, "next_bytes": None}
         )
         self.say(
-            f"step {step}: out of memory with {name} ({format_bytes(peak_bytes)}). The batch is repeated, planned anew "
+            f"step {step}: out of memory with {name}{_in_brackets(failed_bytes)}. The batch is repeated, planned anew "
             "for less: same numbers. In brackets: the most that activations were to take"
         )
 
@@ -187,7 +193,7 @@ class Escalation:
         )
 
     def _exhausted(self, failed: Rung, rungs: Sequence[Rung]) -> str:
-        earlier = [f"{entry['failed']} ({format_bytes(entry['failed_bytes'])})" for entry in self.state.out_of_memory]
+        earlier = [f"{entry['failed']}{_in_brackets(entry['failed_bytes'])}" for entry in self.state.out_of_memory]
         tried = ", ".join((*earlier, str(failed)))
         return (
             f"Step {self.state.step + 1}: no setting of checkpointing is left. Tried: {tried}. None of the others "
@@ -259,6 +265,10 @@ def trace_shapes(
     stacks = resolve(model, families.find(attached.family).stacks)
     with computing(keys.mixed_precision, device), casting_as(device):
         return stacks, trace_held(model, stacks, shapes_of(arguments))
+
+
+def _in_brackets(size_bytes: int | None) -> str:
+    return "" if size_bytes is None else f" ({format_bytes(size_bytes)})"
 
 
 def _on_cpu(gradient: Tensor | None) -> Tensor | None:

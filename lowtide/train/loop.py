@@ -39,8 +39,9 @@ class StepDone:
 class Interrupt:
     """Ctrl-C or a polite kill while a run is on: the first asks to stop after the step, the next stops at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None]) -> None:
         self.asked = False
+        self._say = say
 
     @contextmanager
     def listen(self) -> Iterator["Interrupt"]:
@@ -56,6 +57,7 @@ class Interrupt:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
+        self._say("stopping after this step; Ctrl-C again stops at once")
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from lowtide.errors import ConfigError
 from lowtide.keys import AUTO, shown
-from lowtide.train.config import HARMLESS, LATEST, START_AFRESH, TrainConfig, changes
+from lowtide.train.config import HARMLESS, LATEST, SAME_NUMBERS, START_AFRESH, TrainConfig, changes
 from lowtide.units import format_bytes
 
 REPORT = "report.json"
@@ -21,13 +21,13 @@ PLAN = "plan.json"
 WEIGHTS = {"lora": "lora", "full": "transformer"}
 """Folder in ``output_dir`` for the trained weights, by ``model_type``."""
 _BAR_WIDTH = 6
-_TITLE = "What each setting does with this model and batch"
+_TITLE = "What each setting does with this model and the largest batch of this data"
 _ON_CPU = " on CPU: what waits in CPU memory instead."
 _LEGEND = (
-    "▶ ran here. kept: activations that wait for backward, those outside the blocks too. at most: those and the "
-    "largest piece that is recomputed at once. (ffn): only the feed-forward side of the blocks. Weights, gradients and "
-    "optimizer come on top, the same in every row. Every row learns exactly the same; less memory costs time, nothing "
-    "else."
+    "▶ ran here; the receipt above is of the last batch, which may be a smaller one. kept: activations that wait for "
+    "backward, those outside the blocks too. at most: those and the largest piece that is recomputed at once. (ffn): "
+    "only the feed-forward side of the blocks. Weights, gradients and optimizer come on top, the same in every row. "
+    "Every row learns exactly the same; less memory costs time, nothing else."
 )
 
 
@@ -46,21 +46,28 @@ def read_report(output: Path) -> dict[str, Any] | None:
 
 
 def finished(config: TrainConfig) -> dict[str, Any] | None:
-    """The report of the run that this configuration asks for, if it is done already. Loads nothing slow.
+    """The report of the run that this configuration asks for, if it is done already: with other keys perhaps, but to
+    the same numbers. Loads nothing slow.
 
-    Raises ConfigError where ``output_dir`` holds a finished run of another configuration.
+    Raises ConfigError where ``output_dir`` holds a finished run of other numbers.
     """
     keys = config.keys
     report = read_report(keys.output)
     if report is None or keys.resume_from_checkpoint != LATEST or report["steps"] < keys.max_train_steps:
         return None
-    changed = changes(report["config"], config, without=HARMLESS)
+    changed = changes(report["config"], config, without=(*HARMLESS, *SAME_NUMBERS))
     if changed:
         raise ConfigError(
-            f"{keys.output} holds a finished run with {changed}. Choose another place (--set output_dir=…), or "
-            f"{START_AFRESH}"
+            f"{keys.output} holds a finished run of {report['steps']} steps with {changed}. Choose another place "
+            f"(--set output_dir=…), or {START_AFRESH}. What may change in a run that goes on, docs/train.md says; it "
+            "goes on with a larger max_train_steps"
         )
     return report
+
+
+def differently(report: Mapping[str, Any], config: TrainConfig) -> str:
+    """In words, with which keys a finished run ran otherwise than the configuration says; empty: with none."""
+    return changes(report["config"], config, without=HARMLESS)
 
 
 def compare_blocks(expected: list[str], receipt: Mapping[str, Any]) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def _check_that_it_can_run(path: str | None) -> None:
         raise ConfigError(
             f"gradient_checkpointing_schedule: by the plan in {path} some activations wait in CPU memory, and torch "
             "sees no accelerator on this machine. Leave the key out, or make a plan by which nothing moves: `lowtide "
-            "plan --host-memory 1MiB`."
+            "plan --host-memory 0`."
         ) from error
 
 
@@ -157,7 +157,7 @@ def _train(session: Session, attached: Attached, reporter: Reporter) -> None:
         if done.step % keys.checkpoint_step_interval == 0:
             save()
 
-    with Interrupt().listen() as interrupt, reporter.steps(state.step, keys.max_train_steps) as bar:
+    with Interrupt(reporter.say).listen() as interrupt, reporter.steps(state.step, keys.max_train_steps) as bar:
         guard = _guard(session, attached, reporter)
         run_steps(session.denoiser, session.updater, session.prepared.cached, keys, state, after_step, interrupt, guard)
         if state.step > saved_step:

@@ -106,7 +106,7 @@ def test_random_numbers_are_those_of_a_plain_run() -> None:
 
 
 def test_while_nothing_is_measured_the_plan_runs() -> None:
-    """What measures treatments side by side is not left to many smaller batches, and goes on with the next large one."""
+    """What measures treatments side by side is not left to many smaller batches, and goes on with a large one."""
     model = dropping()
     small, large = torch.randn(256, 64), torch.randn(1024, 64)
     with attached(model, budget_for(model, large)) as handle:

@@ -97,7 +97,7 @@ def test_a_run_and_what_it_shows(config_file: ConfigFile, output: Path) -> None:
     assert again.stdout.splitlines()[-20:] == result.stdout.splitlines()[-20:]
     other = lowtide("train", path, "--set", "max_train_steps=2", "--set", "seed=1")
     assert other.exit_code == 2
-    assert "holds a finished run with seed 42 (now 1)" in other.stderr
+    assert "holds a finished run of 2 steps with seed 42 (now 1)" in other.stderr
 
 
 def test_the_cache_alone(config_file: ConfigFile, output: Path, tmp_path: Path) -> None:

@@ -116,6 +116,36 @@ def test_overrides_win_and_are_checked(config_file: Callable[..., Path]) -> None
         load_config(path, ["sead=7"])
 
 
+@pytest.mark.parametrize(
+    ("file", "override", "gone"),
+    [
+        (
+            {"backend": "torch-ffn", "interval": 2, "segment_stride": 4, "offload_attention": False},
+            ["schedule=plan.json"],
+            {"interval": None, "segment_stride": None, "backend": "torch"},
+        ),
+        ({"backend": "auto"}, ["schedule=plan.json"], {"backend": "torch"}),
+        ({"interval": 2, "offload_attention": True}, ["backend=auto"], {"interval": None, "offload_attention": False}),
+        ({"schedule": "plan.json"}, ["backend=torch-ffn"], {"schedule": None}),
+        ({"schedule": "plan.json"}, ["backend=auto"], {"schedule": None}),
+    ],
+)
+def test_an_override_goes_over_what_cannot_stand_beside_it(
+    config_file: Callable[..., Path], file: dict[str, Any], override: list[str], gone: dict[str, Any]
+) -> None:
+    path = config_file(**{f"gradient_checkpointing_{name}": value for name, value in file.items()})
+    config = load_config(path, [f"gradient_checkpointing_{text}" for text in override]).checkpointing
+    assert {name: getattr(config, name) for name in gone} == gone
+    name, value = override[0].split("=")
+    assert getattr(config, name) == value
+
+
+def test_overrides_that_contradict_each_other(config_file: Callable[..., Path]) -> None:
+    path = config_file()
+    with pytest.raises(ConfigError, match=r"leave gradient_checkpointing_interval out \(null in a file"):
+        load_config(path, ["gradient_checkpointing_backend=auto", "gradient_checkpointing_interval=2"])
+
+
 def test_a_file_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere.json: there is no such file"):
         load_config(tmp_path / "nowhere.json")

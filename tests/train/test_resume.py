@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 from lowtide.errors import ConfigError
 from lowtide.train.config import TrainConfig
 from lowtide.train.loop import StepDone
-from lowtide.train.report import finished
+from lowtide.train.report import differently, finished
 
 Train = Callable[..., dict[str, Any] | None]
 Losses = Callable[[Path], list[float]]
@@ -173,8 +174,12 @@ def test_a_finished_run_is_told_apart(train: Train, flat: dict[str, Any], output
     assert finished(TrainConfig.from_flat({**flat, "max_train_steps": 6})) is None
     assert finished(TrainConfig.from_flat({**flat, "resume_from_checkpoint": False})) is None
     assert finished(TrainConfig.from_flat({**flat, "checkpoint_step_interval": 7})) == report
-    with pytest.raises(ConfigError, match=r"finished run with gradient_checkpointing_backend 'torch' \(now"):
-        finished(TrainConfig.from_flat({**flat, "gradient_checkpointing_backend": "torch-ffn"}))
+    other = TrainConfig.from_flat({**flat, "gradient_checkpointing_backend": "torch-ffn", "max_train_steps": 3})
+    assert finished(other) == report  # its numbers are the same
+    assert report is not None
+    assert re.search(r"max_train_steps 4 \(now 3\), .*backend 'torch' \(now 'torch-ffn'\)", differently(report, other))
+    with pytest.raises(ConfigError, match=r"finished run of 4 steps with learning_rate .* a larger max_train_steps$"):
+        finished(TrainConfig.from_flat({**flat, "learning_rate": 1.0}))
 
 
 def test_starting_afresh_loses_nothing(train: Train, output: Path, losses: Losses) -> None:
