@@ -92,6 +92,11 @@ def test_where_nothing_fits_the_first_step_says_what_would() -> None:
     assert not any("lowtide" in type(module).__call__.__module__ for module in model.modules())
 
 
+def test_a_model_without_values_is_refused() -> None:
+    with pytest.raises(ConfigError, match="this model is on the meta device: `lowtide plan` works from shapes"):
+        attached(build_model(families.find("flux1"), "tiny", device="meta"), 2**34)
+
+
 def test_random_numbers_are_those_of_a_plain_run() -> None:
     model, x = dropping(), torch.randn(512, 64)
     plain = step(model, lambda: model(x))

@@ -146,7 +146,9 @@ def test_a_plan_that_ran_says_what_was_measured() -> None:
     for error_bytes in (-500, -300, -400):
         planner.learn_peak(plan.schedule, Probed({}, {}, 1.0, predicted + error_bytes, predicted))
     assert planner.as_it_ran(plan).prediction.peak_bytes == predicted - 300
-    assert planner.as_it_ran(plan).schedule == plan.schedule
+    ran = planner.as_it_ran(plan)
+    assert ran.schedule == plan.schedule
+    assert ran.foreseen == plan.prediction == planner.as_it_ran(ran).foreseen  # as it was before it ran
 
 
 def test_copies_are_slow_where_a_step_with_copies_was_and_never_save_time() -> None:

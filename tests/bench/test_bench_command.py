@@ -27,6 +27,12 @@ def cells(path: Path) -> list[Record]:
     return list(read(path))
 
 
+def test_tiny_shapes_are_all_the_same_so_one_is_enough(bench: Callable[..., Any], tmp_path: Path) -> None:
+    done = bench("synthetic", "--out", tmp_path, "--modes", "none", "--adapter", "lora", *TINY)
+    assert done.exit_code == 0, done.stderr
+    assert [record.condition.work for record in cells(tmp_path / "synthetic.jsonl")] == ["16x1024"]
+
+
 def test_synthetic_cells_are_appended_and_finished_ones_skipped(bench: Callable[..., Any], tmp_path: Path) -> None:
     words = ("synthetic", "--out", tmp_path, "--work", "16x1024", "--modes", "none,layer", "--adapter", "lora", *TINY)
     first = bench(*words)

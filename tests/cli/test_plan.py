@@ -145,6 +145,20 @@ def test_cpu_memory_is_told_and_where_it_binds(lowtide: Callable[..., Any], lowt
     assert "Peaks hold with PYTORCH_ALLOC_CONF=expandable_segments:True" in said
 
 
+def test_without_cpu_memory_nothing_moves(lowtide_json: Callable[..., Any]) -> None:
+    plan = ("plan", "sd3", "--card", "4090", "--no-fits", "--budget", "8GiB", "--host-memory")
+    nothing, much = (lowtide_json(*plan, size)["plan"]["predicted"] for size in ("0", "none"))
+    assert nothing["cpu_bytes"] == 0 < much["cpu_bytes"]
+    assert nothing["step_ms"] > much["step_ms"]
+
+
+def test_a_card_without_bfloat16_is_named_and_not_advised(lowtide: Callable[..., Any]) -> None:
+    told = lowtide("plan", "sd3", "--no-fits", "--budget", "12GiB", "--card", "V100")
+    assert "V100 does not compute in bfloat16" in " ".join((told.stdout + told.stderr).split())
+    refused = lowtide("plan", "sd3", "--no-fits", "--budget", "4GiB", "--card", "4090")
+    assert "another card" in refused.stdout and "V100" not in refused.stdout and "T4" not in refused.stdout
+
+
 def test_the_usual_limit_on_cpu_memory_is_told(lowtide: Callable[..., Any]) -> None:
     done = lowtide("plan", "sd3", "--no-fits", "--budget", "24GiB", "--card", "H200")
     assert "60% of this machine's, whatever the card; --host-memory sets it" in " ".join(done.stdout.split())

@@ -150,6 +150,17 @@ def test_people_see_where_it_differs(lowtide: Callable[..., Any]) -> None:
     assert "differs by up to" in result.stdout
 
 
+def test_a_plan_for_the_real_model_is_none_for_the_tiny_one(lowtide: Callable[..., Any], tmp_path: Any) -> None:
+    path = tmp_path / "plan.json"
+    options = ("--no-fits", "--budget", "8GiB", "--card", "4090", "--host-memory", "0")
+    assert lowtide("plan", "sd3", *options, "--save", str(path)).exit_code == 0
+    done = lowtide("verify", "sd3", "--plan", str(path))
+    assert done.exit_code == 2
+    told = " ".join(done.stderr.split())
+    assert "sd3 is verified in its tiny configuration. Give the folder of the model" in told
+    assert "`lowtide inspect sd3 --plan`" in told
+
+
 def test_the_model_of_a_folder(lowtide_json: Callable[..., Any], tmp_path: Any) -> None:
     config = {**families.find("sana").tiny.config, "num_layers": 3}
     diffusers.SanaTransformer2DModel(**config).save_pretrained(tmp_path)

@@ -139,6 +139,7 @@ def test_ctrl_c_in_a_real_process(
         shown, told = process.communicate(timeout=60)
     assert process.returncode == 130, told
     assert "Run the same command again: it goes on from there" in " ".join(shown.split())
+    assert "stopping after this step; Ctrl-C again stops at once" in " ".join(told.split())
     steps = len(losses(output))
     assert (output / f"checkpoint-{steps}").is_dir() and not (output / "report.json").exists()
     subprocess.run(command(max(5, steps + 1)), check=True, capture_output=True, env=environment)
