@@ -45,11 +45,15 @@ class Index:
 
 
 def index(report: Report) -> Index:
-    """A line for each column of each matrix, in their order."""
-    found = [(matrix, column) for matrix in report.matrices for column in matrix.columns]
+    """A line for each column of each matrix, in their order; those of a matrix that have no result come last."""
+    found = [(matrix, column) for matrix in report.matrices for column in sorted(matrix.columns, key=_has_none)]
     conditions, common = told_apart([facets(column.condition, column.card) for _, column in found])
     entries = [_entry(*place, condition) for place, condition in zip(found, conditions, strict=True)]
     return Index(common, tuple(entries))
+
+
+def _has_none(column: Column) -> bool:
+    return not any(cell.result for cell in column.cells)
 
 
 def _entry(matrix: Matrix, column: Column, condition: str) -> Entry:

@@ -34,6 +34,12 @@ def test_every_row_is_measured_and_the_process_left_as_it_was() -> None:
     assert set(GOALS) <= ROWS
 
 
+def test_no_mode_is_around_what_is_measured() -> None:
+    """A device's context costs each operator time."""
+    modes = [torch.overrides._get_current_function_mode_stack() for _ in stacks(2, "cpu")]
+    assert modes == [[], []]
+
+
 @pytest.mark.parametrize("index", [0, 1])
 def test_rows_compute_the_same(index: int) -> None:
     torch.manual_seed(0)

@@ -32,6 +32,13 @@ def test_the_fastest_mode_within_each_share_of_nones_peak() -> None:
     )
 
 
+def test_conditions_without_a_result_come_last() -> None:
+    found = entries(bad("failed", "none", "boom"), ok(mode="none", attention="no-cudnn"), ok("sdxl", "none"))
+    assert [(entry.title, entry.cells[-1]) for entry in found] == [
+        ("SD3 medium", "1 of 1"), ("SD3 medium", "0 of 1"), ("SDXL", "1 of 1"),
+    ]  # fmt: skip
+
+
 def test_without_figures_of_none_there_are_no_shares() -> None:
     failed = bad("failed", "none", "boom", work="sd15")
     found = entries(bad("oom", "none"), ok(mode="layer"), failed, ok("sdxl"))
