@@ -73,7 +73,7 @@ def units_of(
             unit = _block_unit(block, record, stack, plan, index)
             unit.wakes = (wanted.stacks[stack.name].moves[index] - unit.moves) & movable(stack, block, treatment)
             if index in ends and not unit.wakes:
-                unit.wakes = frozenset({_waking(treatment, stack, block)})
+                unit.wakes = frozenset({_waking(treatment, plan, bool(stack.attention_sides(block)))})
             unit.settles = stack is stacks[-1] and index == plan.depth - 1
             yield name, block, unit
             for number, chain in enumerate(chains):
@@ -91,12 +91,17 @@ def movable(stack: ResolvedStack, block: nn.Module, treatment: str) -> frozenset
     return MOVES[treatment] if stack.attention_sides(block) else MOVES[treatment] - {ATTENTION}
 
 
-def _waking(treatment: str, stack: ResolvedStack, block: nn.Module) -> str:
-    """What of the block that runs last tells, as backward reads it, that the rest is wanted soon. The later it is, the
-    more of the block's own memory is free again."""
+def _waking(treatment: str, plan: StackSchedule, attends: bool) -> str:
+    """What of the block that runs last tells, as backward reads it, that the rest is wanted soon. At its attention more
+    of its own memory is free again than at its end; but where no other block is reached into, it is not either, since
+    blocks may be compiled."""
     if treatment in IN_SEGMENTS:
         return BOUNDARY
-    return ATTENTION if stack.attention_sides(block) else SAVED
+    inside = any(
+        how == FFN or (how == KEPT and ATTENTION in moves)
+        for how, moves in zip(plan.treatments, plan.moves, strict=True)
+    )
+    return ATTENTION if inside and attends else SAVED
 
 
 def _chain_units(

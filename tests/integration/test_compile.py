@@ -11,6 +11,7 @@ from torch._dynamo import lookup_backend
 from torch._dynamo.exc import Unsupported
 
 import lowtide
+from lowtide.testing import cpu_offload
 from tests.integration.models import assert_recomputed, assert_same, blocks, build, inputs, step
 
 KEY = "wan21_1_3b"
@@ -93,6 +94,24 @@ def test_compiled_blocks_are_recomputed_compiled(prepare: Callable[..., Any], at
     assert compiler.graphs == 1, "recomputing compiles nothing"
     handle.detach()
     assert_same(expected, step(model, KEY))
+
+
+@order
+@pytest.mark.parametrize("prepare", [each_block, repeated_blocks])
+def test_offload_leaves_compiled_blocks_whole(prepare: Callable[..., Any], attach_first: bool) -> None:
+    """The block that runs last is kept, and tells that the rest is wanted; nothing reaches into it for that."""
+    expected = step(prepare(build(KEY, 8), Compiler()), KEY)
+    torch._dynamo.reset()
+    compiler = Compiler()
+    setting = {"backend": "unsloth", "interval": 2, "segment_stride": 4, "offload_min_bytes": 1}
+    with cpu_offload():
+        model, handle = attached(prepare, compiler, attach_first, 8, **setting)
+        for _ in range(3):
+            assert_same(expected, step(model, KEY))
+            copies = handle.receipt().copies
+            assert copies.prefetch_misses == 0 < copies.h2d_bytes == copies.d2h_bytes
+            assert handle.receipt().blocks[-1].treatment == "kept"
+    assert compiler.graphs == 1
 
 
 def test_dropout_in_compiled_blocks_is_recomputed_as_it_was() -> None:
