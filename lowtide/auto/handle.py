@@ -38,7 +38,7 @@ _MANY = 4
 
 
 class AutoHandle(Attachment):
-    """What ``attach(backend="auto")`` returns: a ``Handle``, with the ``plan`` that was taken last. It is what runs, but
+    """What ``attach(backend="auto")`` returns: a ``Handle`` with the ``plan`` that was taken last. It is what runs, but
     in steps that measure treatments side by side (``schedule`` is what runs in any case)."""
 
     def __init__(self, model: nn.Module, config: CheckpointConfig, family: str | None = None) -> None:
