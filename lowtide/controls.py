@@ -176,23 +176,17 @@ class CheckpointConfig(Keys):
         """Flat keys that cannot stand beside those that somebody has chosen: they give way, where they come from a file
         and the choice from a command line."""
         fields = {name: key_of(name, field) for name, field in cls.model_fields.items()}
-
-        def given(name: str) -> Any:
-            value = chosen.get(fields[name])
-            return None if is_unset(value) else value
-
-        schedules = ("backend", "interval", "segment_stride", "offload_attention")
-        if given("schedule") is not None:
-            names = ("gradient_checkpointing", "vram_budget", *schedules)
-        elif given("backend") == AUTO:
-            names = ("gradient_checkpointing", "schedule", *schedules[1:])
-        elif given("backend") is not None:
-            names = ("gradient_checkpointing", "schedule", "vram_budget")
-        elif given("gradient_checkpointing") is not None and boolean_of(given("gradient_checkpointing")) is False:
-            names = ("schedule", "vram_budget", "interval", "segment_stride")
-        else:
-            names = ()
-        return tuple(fields[name] for name in names if fields[name] not in chosen)
+        given = {name: chosen[key] for name, key in fields.items() if key in chosen}
+        names: set[str] = set()
+        of_a_backend = {"interval", "segment_stride", "offload_attention"}
+        if not is_unset(given.get("schedule")):
+            names |= {"gradient_checkpointing", "backend", "vram_budget", *of_a_backend}
+        if "backend" in given:
+            names |= of_a_backend if str(given["backend"]).strip().lower() == AUTO else {"vram_budget"}
+            names |= set() if is_unset(given["backend"]) else {"gradient_checkpointing", "schedule"}
+        if boolean_of(given.get("gradient_checkpointing")) is False:
+            names |= {"schedule", "vram_budget", "backend", "interval", "segment_stride"}
+        return tuple(fields[name] for name in names if name not in given)
 
     @classmethod
     def for_attach(

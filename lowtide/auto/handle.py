@@ -181,13 +181,16 @@ class AutoHandle(Attachment):
             self._steps = None
             return
         meter, passing = meter_of(self._device), self._handle.passing_bytes
-        self._probe = StepProbe(self.stacks, self._device, meter, each, self._watching, passing).start()
+        self._probe = StepProbe(self.stacks, self._device, meter, each, self._watching, passing)
+        self._probe.start()
 
     def _stop_probe(self) -> Probed | None:
         """What the last step of the largest size showed."""
-        probe, seen = self._probe, self._seen
-        self._probe = self._seen = None
-        return seen if probe is None else probe.stop()
+        seen, self._seen = self._seen, None
+        if self._probe is not None:
+            seen = self._probe.stop()
+            self._probe = None  # not before: an interrupted stop is made up for by the next one
+        return seen
 
     @functools.cached_property
     def _device(self) -> torch.device:

@@ -270,6 +270,7 @@ class Segment:
             if call.drops and versions != [version_of(tensor) for tensor in leaves]:
                 raise _changed_argument(call, leaves, versions)
         except BaseException:
+            call.last = None  # its graph holds the hook, which holds the call
             if self.calls and self.calls[-1] is call:
                 self.calls.pop()
             raise

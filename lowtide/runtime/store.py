@@ -37,6 +37,7 @@ _AHEAD_BYTES = 256 * 2**20  # where no block tells how much is read at a time
 _BATCH_BYTES = 64 * 2**20  # copies are started together until they are worth a start of their own
 _TIDY = 1024  # entries
 _NO_BLOCK = "a region"
+_NO_BACKWARD = -2  # outside of one, torch says -1
 _STRIDED = torch.strided
 
 
@@ -83,6 +84,7 @@ class Store:
         self.block_name = _NO_BLOCK
         self.on_first_read: Callable[[], None] | None = None
         self.read = False  # whether backward has begun
+        self._backward = _NO_BACKWARD  # the one that read, or woke, last
         self.packs = 0  # so far, over all forwards
         self.in_flight_bytes = 0  # of sources that still wait for their copy
         self.ahead_bytes = 0  # brought back and not yet read
@@ -170,10 +172,12 @@ class Store:
         return Waking(tensor, self)
 
     def wake(self, packed: int) -> None:
-        """Backward is at what was saved when there had been so many ``packs``: bring back what was packed by then,
-        from the last of it on that somebody still wants, and not another graph's."""
-        if self.read or self._next >= 0:
+        """Backward is at what was saved when there had been so many ``packs``: bring back what was packed by then, from
+        the last of it on that somebody still wants. Once in a backward, and not in one that has begun to read."""
+        backward = torch._C._current_graph_task_id()
+        if backward == self._backward:
             return
+        self._backward = backward
         with self.lock:
             for place in reversed(range(len(self._order))):
                 entry = self._order[place]()
@@ -325,6 +329,7 @@ class Store:
     def get(self, ticket: Ticket) -> torch.Tensor:
         """The tensor that a ticket stands for, on its device and as the current stream may read it."""
         entry = ticket.entry
+        self._backward = torch._C._current_graph_task_id()
         if not self.read:
             self.read = True
             if self.on_first_read is not None:

@@ -63,7 +63,7 @@ def units_of(
     """
     for stack in stacks:
         plan = schedule.stacks[stack.name]
-        ends = plan.last_together if stack is stacks[-1] and schedule.moves_anything else ()
+        ends = plan.last_together if stack is stacks[-1] and schedule.moves_anything else ()  # else nothing is to wake
         for index, (name, block) in enumerate(stack.blocks):
             treatment = plan.treatments[index]
             chains = stack.chains(block) if treatment == FFN else []
@@ -71,9 +71,10 @@ def units_of(
             reason = NO_FEED_FORWARD if bare else None
             record = ledger.add(name, stack.name, index, KEPT if bare else treatment, reason)
             unit = _block_unit(block, record, stack, plan, index)
-            unit.wakes = (wanted.stacks[stack.name].moves[index] - unit.moves) & movable(stack, block, treatment)
-            if index in ends and not unit.wakes:
-                unit.wakes = frozenset({_waking(treatment, plan, bool(stack.attention_sides(block)))})
+            if index in ends:
+                stays = (wanted.stacks[stack.name].moves[index] - unit.moves) & movable(stack, block, treatment)
+                waking = _waking(treatment, plan, bool(stack.attention_sides(block)))
+                unit.wakes = stays or frozenset({waking})
             unit.settles = stack is stacks[-1] and index == plan.depth - 1
             yield name, block, unit
             for number, chain in enumerate(chains):

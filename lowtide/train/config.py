@@ -41,13 +41,20 @@ HARMLESS = (
 CONTROLS = tuple(key_of(name, field) for name, field in CheckpointConfig.model_fields.items())
 """Keys of checkpointing and offload."""
 SAME_NUMBERS = (
-    "max_train_steps",
     "validation_disable",
     "validation_prompt",
     "validation_num_inference_steps",
     *CONTROLS,
 )
 """Keys that do not change the numbers of a step."""
+CONSTANT = "constant"
+
+
+def same_numbers(keys: "TrainKeys") -> tuple[str, ...]:
+    """Keys that do not change the numbers of a step. The number of steps does, where the learning rate ends at 0."""
+    return (*HARMLESS, *SAME_NUMBERS, *(("max_train_steps",) if keys.lr_scheduler == CONSTANT else ()))
+
+
 _REQUIRED = ("model_family", "pretrained_model_name_or_path", "data_dir")
 _INPUT_PATHS = ("pretrained_model_name_or_path", "data_dir", "gradient_checkpointing_schedule")
 
@@ -135,8 +142,8 @@ class TrainKeys(Keys):
     gradient_accumulation_steps: _Count = Field(default=1, description="Forwards and backwards in one step.")
     max_train_steps: _Count = Field(default=1000, description="Steps (updates of the weights) in all.")
     learning_rate: _Number = Field(default=1e-4, description="Size of an update.")
-    lr_scheduler: Annotated[str, BeforeValidator(Choice(("constant", "linear", "cosine")))] = Field(
-        default="constant", description="How the learning rate goes on after the warm-up; the last two end at 0."
+    lr_scheduler: Annotated[str, BeforeValidator(Choice((CONSTANT, "linear", "cosine")))] = Field(
+        default=CONSTANT, description="How the learning rate goes on after the warm-up; the last two end at 0."
     )
     lr_warmup_steps: _CountOrZero = Field(default=0, description="Steps in which the learning rate rises from 0.")
     optimizer: Annotated[str, BeforeValidator(Choice(("torch-adamw",)))] = Field(

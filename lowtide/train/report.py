@@ -12,7 +12,7 @@ from rich.text import Text
 
 from lowtide.errors import ConfigError
 from lowtide.keys import AUTO, shown
-from lowtide.train.config import HARMLESS, LATEST, SAME_NUMBERS, START_AFRESH, TrainConfig, changes
+from lowtide.train.config import HARMLESS, LATEST, START_AFRESH, TrainConfig, changes, same_numbers
 from lowtide.units import format_bytes
 
 REPORT = "report.json"
@@ -40,7 +40,7 @@ def read_report(output: Path) -> dict[str, Any] | None:
         report = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}. Move it away to train on") from error
-    if not isinstance(report, dict):
+    if not isinstance(report, dict) or not {"steps", "config"} <= report.keys():
         raise ConfigError(f"{path} is no report: it holds {shown(report)}. Move it away to train on")
     return report
 
@@ -55,7 +55,7 @@ def finished(config: TrainConfig) -> dict[str, Any] | None:
     report = read_report(keys.output)
     if report is None or keys.resume_from_checkpoint != LATEST or report["steps"] < keys.max_train_steps:
         return None
-    changed = changes(report["config"], config, without=(*HARMLESS, *SAME_NUMBERS))
+    changed = changes(report["config"], config, without=same_numbers(keys))
     if changed:
         raise ConfigError(
             f"{keys.output} holds a finished run of {report['steps']} steps with {changed}. Choose another place "

@@ -14,7 +14,7 @@ import torch
 
 from lowtide.errors import ConfigError
 from lowtide.train.adapters import Trained
-from lowtide.train.config import HARMLESS, LATEST, SAME_NUMBERS, START_AFRESH, TrainConfig, changes
+from lowtide.train.config import LATEST, START_AFRESH, TrainConfig, changes, same_numbers
 from lowtide.train.files import discard, new_folder
 
 _FORMAT = 1
@@ -120,7 +120,7 @@ def check_continues(path: Path, state: RunState, config: TrainConfig, data: str)
     broken = changes(state.config, config, only=_STRUCTURE)
     if broken:
         raise ConfigError(f"{path} was made with {broken}. Set it back, choose another output_dir, or {START_AFRESH}")
-    unlike = changes(state.config, config, without=(*HARMLESS, *SAME_NUMBERS))
+    unlike = changes(state.config, config, without=same_numbers(config.keys))
     reasons = [unlike] if unlike else []
     reasons += ["other pictures or captions"] if state.data != data else []
     if reasons:

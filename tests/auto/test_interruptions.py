@@ -9,6 +9,7 @@ import torch
 from lowtide.auto import handle as handle_module
 from lowtide.auto.handle import AutoHandle
 from lowtide.errors import ConfigError
+from lowtide.measure.probe import StepProbe
 from lowtide.plan.schedule import IN_SEGMENTS, KEPT
 from tests.auto.models import STEPS, attached, budget_for, dropping
 from tests.runtime.toys import Chain, assert_equal, step
@@ -85,6 +86,28 @@ def test_an_interrupt_between_two_schedules(steps: int, attached_first: bool, mo
         assert interrupted and not handle.settled
         assert runs_as_planned(handle, model)
         assert settles(handle, model)
+
+
+@pytest.mark.parametrize("place", ["start", "stop"])
+@pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
+def test_an_interrupt_where_a_probe_begins_or_ends(place: str, done: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = dropping()
+    kinds = [type(module) for module in model.modules()]
+    original = getattr(StepProbe, place)
+
+    def interrupt(probe: StepProbe) -> None:
+        if done:
+            original(probe)
+        raise KeyboardInterrupt
+
+    with attached(model, budget_for(model, X)) as handle:
+        step(model, lambda: model(X))
+        with monkeypatch.context() as changed:
+            changed.setattr(StepProbe, place, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                step(model, lambda: model(X))
+        assert settles(handle, model)
+    assert [type(module) for module in model.modules()] == kinds
 
 
 def in_the_traced_forward(do: Callable[[], None]) -> Callable[[int, torch.Tensor], torch.Tensor]:

@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide
+from lowtide import families
 from lowtide.errors import ConfigError, ReplayError
+from lowtide.measure.build import build_model
+from lowtide.measure.inputs import build_inputs
 from tests.runtime.toys import (
     Block,
     Chain,
@@ -327,6 +331,28 @@ def test_out_of_memory_in_a_replay_can_be_tried_again(interval: int) -> None:
         model.zero_grad()
         loss.backward()
     assert all(torch.equal(plain[name], p.grad) for name, p in model.named_parameters())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", ["torch", "torch-ffn", "torch-selective"])
+def test_an_error_inside_a_block_leaves_nothing_of_its_step(backend: str) -> None:
+    """In the first step under a handle too, whose bytes are counted."""
+    row = families.find("wan21_1_3b")
+    model: Any = build_model(row, "tiny").train()
+    given, made = build_inputs(row.tiny, torch.float32), []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _, __, output: made.append(StorageWeakRef(output.untyped_storage())))
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory left")
+
+    with lowtide.attach(model, backend=backend):
+        for _ in range(2):
+            hook = model.blocks[-1].ffn.net[2].register_forward_pre_hook(fail)
+            with pytest.raises(torch.OutOfMemoryError):
+                model(**given)
+            hook.remove()
+            gc.collect()
+            assert made and all(storage.expired() for storage in made)
 
 
 def test_base_exception_in_a_block_is_not_swallowed() -> None:

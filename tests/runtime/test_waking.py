@@ -8,7 +8,7 @@ from lowtide import families
 from lowtide.measure.adapter import add_lora
 from lowtide.measure.build import build_model
 from lowtide.measure.inputs import build_inputs
-from lowtide.measure.parity import compare, run_step
+from lowtide.measure.parity import compare, fresh, loss_of, run_step
 from lowtide.plan.schedule import Schedule, StackSchedule, mixed
 from lowtide.runtime.resolve import resolve
 from lowtide.testing import cpu_offload
@@ -45,6 +45,33 @@ def test_nothing_is_missed_whatever_the_last_block_does(key: str, word: str, las
             copies = handle.receipt().copies
             assert copies.prefetch_misses == 0
             assert 0 < copies.h2d_bytes == copies.d2h_bytes
+
+
+@pytest.mark.parametrize("key", ["ltx2_3", "flux1"])
+@pytest.mark.parametrize(("word", "last"), [("selective+boundary+attention", "kept"), ("kept+saved", "kept")])
+@pytest.mark.parametrize("order", ["in order", "reversed", "retained"])
+def test_every_backward_wakes_the_way_back(key: str, word: str, last: str, order: str) -> None:
+    row = families.find(key)
+    model, given = build_model(row, "tiny").train(row.train_mode), build_inputs(row.tiny, torch.float32)
+    schedule = Schedule({stack.name: then(word, last, len(stack.blocks)) for stack in resolve(model, row.stacks)})
+    with cpu_offload(), lowtide.attach(model, schedule=schedule, offload_min_bytes=1) as handle:
+        losses = [loss_of(model(**fresh(given))) for _ in range(1 if order == "retained" else 2)]
+        losses = losses * 2 if order == "retained" else losses[::-1] if order == "reversed" else losses
+        losses[0].backward(retain_graph=True)
+        losses[1].backward()
+        assert handle.receipt().copies.prefetch_misses == 0
+
+
+@pytest.mark.parametrize("word", ["kept+attention", "ffn+attention", "kept+saved", "whole+boundary"])
+def test_where_only_the_last_block_would_move_something_nothing_does(word: str) -> None:
+    row = families.find("sd3_medium")
+    model, given = build_model(row, "tiny"), build_inputs(row.tiny, torch.float32)
+    (stack,) = resolve(model, row.stacks)
+    schedule = Schedule({stack.name: then("kept", word, len(stack.blocks))})
+    plain = run_step(model, given)
+    with cpu_offload(), lowtide.attach(model, schedule=schedule, offload_min_bytes=1) as handle:
+        assert compare(plain, run_step(model, given)) == []
+        assert handle.receipt().totals["d2h_bytes"] == 0
 
 
 @pytest.mark.parametrize("key", ROWS)

@@ -128,6 +128,7 @@ def test_overrides_win_and_are_checked(config_file: Callable[..., Path]) -> None
         ({"interval": 2, "offload_attention": True}, ["backend=auto"], {"interval": None, "offload_attention": False}),
         ({"schedule": "plan.json"}, ["backend=torch-ffn"], {"schedule": None}),
         ({"schedule": "plan.json"}, ["backend=auto"], {"schedule": None}),
+        ({"interval": 2, "segment_stride": 4}, ["backend=AUTO"], {"interval": None, "segment_stride": None}),
     ],
 )
 def test_an_override_goes_over_what_cannot_stand_beside_it(
@@ -137,7 +138,15 @@ def test_an_override_goes_over_what_cannot_stand_beside_it(
     config = load_config(path, [f"gradient_checkpointing_{text}" for text in override]).checkpointing
     assert {name: getattr(config, name) for name in gone} == gone
     name, value = override[0].split("=")
-    assert getattr(config, name) == value
+    assert getattr(config, name) == value.lower()
+
+
+def test_what_belongs_to_the_chosen_setting_stays(config_file: Callable[..., Path]) -> None:
+    auto = config_file(gradient_checkpointing_backend="auto", vram_budget="16GiB")
+    assert load_config(auto, ["gradient_checkpointing_backend=Auto"]).checkpointing.vram_budget == 2**34
+    assert load_config(auto, ["gradient_checkpointing_backend=none"]).checkpointing.vram_budget is None
+    off = ["gradient_checkpointing=false", "gradient_checkpointing_backend=torch"]
+    assert not load_config(config_file(gradient_checkpointing_interval=2), off).checkpointing.gradient_checkpointing
 
 
 def test_overrides_that_contradict_each_other(config_file: Callable[..., Path]) -> None:

@@ -182,6 +182,22 @@ def test_a_finished_run_is_told_apart(train: Train, flat: dict[str, Any], output
         finished(TrainConfig.from_flat({**flat, "learning_rate": 1.0}))
 
 
+def test_where_the_learning_rate_ends_at_0_other_steps_are_other_numbers(train: Train, flat: dict[str, Any]) -> None:
+    cosine = {**flat, "lr_scheduler": "cosine"}
+    train(lr_scheduler="cosine")
+    with pytest.raises(ConfigError, match=r"finished run of 4 steps with max_train_steps 4 \(now 3\)"):
+        finished(TrainConfig.from_flat({**cosine, "max_train_steps": 3}))
+    with pytest.warns(UserWarning, match=r"max_train_steps 4 \(now 6\): the run goes on, but its numbers"):
+        train(lr_scheduler="cosine", max_train_steps=6)
+
+
+def test_a_report_that_is_none(flat: dict[str, Any], output: Path) -> None:
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "report.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is no report"):
+        finished(TrainConfig.from_flat(flat))
+
+
 def test_starting_afresh_loses_nothing(train: Train, output: Path, losses: Losses) -> None:
     assert train() is not None
     first = losses(output)
