@@ -4,6 +4,8 @@ A script of scenarios is started once a rank (see test_distributed.py). A scenar
 first failure ends the rank with its traceback, so that no other rank is kept waiting in a collective.
 """
 
+import os
+import sys
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
@@ -91,3 +93,5 @@ def run(scenarios: Iterable[Scenario]) -> None:
         print(f"held: {scenario.__name__}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # all is done: a thread of gloo's that still runs at a proper end sometimes aborts the process
