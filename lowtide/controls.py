@@ -53,6 +53,12 @@ _backend = Choice(
 )
 
 
+_OF_A_BACKEND = ("interval", "segment_stride", "offload_attention")
+"""What ``auto`` chooses by itself."""
+_BESIDE_NO_SCHEDULE = ("gradient_checkpointing", "backend", "vram_budget", *_OF_A_BACKEND)
+"""What a saved plan says by itself, or replaces."""
+
+
 class CheckpointConfig(Keys):
     """The controls. Takes the keys of a flat JSON file, or the same without ``gradient_checkpointing_``.
 
@@ -148,9 +154,7 @@ class CheckpointConfig(Keys):
         return self
 
     def _check_auto(self) -> None:
-        chosen = {"interval": self.interval, "segment_stride": self.segment_stride}
-        given = [f"{{{name}}}" for name, value in chosen.items() if value is not None]
-        given += ["{offload_attention}"] if self.offload_attention else []
+        given = self._given(_OF_A_BACKEND)
         if self.is_auto and given:
             raise ValueError(
                 f"{{backend}} = auto chooses for each block by itself: leave {' and '.join(given)} out "
@@ -160,16 +164,17 @@ class CheckpointConfig(Keys):
             raise ValueError("{vram_budget} bounds what {backend} = auto chooses, and nothing else: set that, too.")
 
     def _check_schedule(self) -> None:
-        if self.schedule is None:
-            return
-        fields = type(self).model_fields
-        others = ("gradient_checkpointing", "backend", "vram_budget", "interval", "segment_stride", "offload_attention")
-        given = [f"{{{name}}}" for name in others if getattr(self, name) != fields[name].default]
+        given = self._given(_BESIDE_NO_SCHEDULE) if self.schedule is not None else []
         if given:
             raise ValueError(
                 f"{{schedule}} says by itself what is done with every block: leave {' and '.join(given)} out "
                 "(null in a file, none on a command line)."
             )
+
+    def _given(self, names: Iterable[str]) -> list[str]:
+        """Those that are not as usual, as messages name them."""
+        fields = type(self).model_fields
+        return [f"{{{name}}}" for name in names if getattr(self, name) != fields[name].default]
 
     @classmethod
     def displaced_by(cls, chosen: Mapping[str, Any]) -> tuple[str, ...]:
@@ -178,12 +183,11 @@ class CheckpointConfig(Keys):
         fields = {name: key_of(name, field) for name, field in cls.model_fields.items()}
         given = {name: chosen[key] for name, key in fields.items() if key in chosen}
         names: set[str] = set()
-        of_a_backend = {"interval", "segment_stride", "offload_attention"}
         if not is_unset(given.get("schedule")):
-            names |= {"gradient_checkpointing", "backend", "vram_budget", *of_a_backend}
+            names.update(_BESIDE_NO_SCHEDULE)
         if "backend" in given:
-            names |= of_a_backend if str(given["backend"]).strip().lower() == AUTO else {"vram_budget"}
-            names |= set() if is_unset(given["backend"]) else {"gradient_checkpointing", "schedule"}
+            names.update(_OF_A_BACKEND if str(given["backend"]).strip().lower() == AUTO else ("vram_budget",))
+            names.update(() if is_unset(given["backend"]) else ("gradient_checkpointing", "schedule"))
         if boolean_of(given.get("gradient_checkpointing")) is False:
             names |= {"schedule", "vram_budget", "backend", "interval", "segment_stride"}
         return tuple(fields[name] for name in names if name not in given)

@@ -166,9 +166,8 @@ class AutoHandle(Attachment):
             self._go_on(self._steps, seen)
 
     def _go_on(self, steps: Steps, seen: Probed | None) -> None:
-        self._steps = None
+        self._steps, self._smaller = None, 0
         try:
-            self._smaller = 0
             each = steps.send(seen)
             self._steps = steps
             self._attach_under(self._measured)

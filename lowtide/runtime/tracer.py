@@ -23,7 +23,7 @@ from lowtide.runtime.context import Context, Provider, accelerator, default_gene
 from lowtide.runtime.entry_points import EntryPoint
 from lowtide.runtime.flatten import Leaves, OpaqueArgument, flatten_call
 from lowtide.runtime.ledger import Ledger
-from lowtide.runtime.placeholder import Hold, packs_outside
+from lowtide.runtime.placeholder import Hold, Packed, packs_outside
 from lowtide.runtime.segment import Call, Nesting, Segment
 from lowtide.runtime.selective import KernelLog
 from lowtide.runtime.store import Store
@@ -213,12 +213,8 @@ class Tracer:
         store = self.store
         if store is not None:
             store.enter_block(unit.record.number, unit.record.name)
-        if store is not None and reason is None and unit.moves:
-            hooks = self.ledger.moving_hooks(unit.record, store.pack if SAVED in unit.moves else store.share)
-        elif store is not None and reason is None and SAVED in unit.wakes and not self._others_pack():
-            hooks = self.ledger.moving_hooks(unit.record, store.pack_here)
-        else:
-            hooks = self.ledger.keeping_hooks(unit.record)
+        pack = self._pack(unit) if reason is None else None
+        hooks = self.ledger.moving_hooks(unit.record, pack) if pack else self.ledger.keeping_hooks(unit.record)
         output = self._with_hooks(hooks, original, module, args, kwargs)
         self._settle(unit)
         return output
@@ -231,12 +227,22 @@ class Tracer:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        assert self.store is not None
-        if unit.treatment == WAKES and self._others_pack():
+        pack = self._pack(unit)
+        if pack is None:
             return original(module, *args, **kwargs)
-        pack = self.store.pack if unit.treatment == MOVED else self.store.pack_here
-        hooks = self.ledger.moving_hooks(unit.record, pack)
-        return self._with_hooks(hooks, original, module, args, kwargs)
+        return self._with_hooks(self.ledger.moving_hooks(unit.record, pack), original, module, args, kwargs)
+
+    def _pack(self, unit: Unit) -> Callable[[torch.Tensor], Packed] | None:
+        """The store's hook for what a module that is not recomputed saves; None: it is not the store's."""
+        store = self.store
+        if store is None:
+            return None
+        if unit.treatment == MOVED or SAVED in unit.moves:
+            return store.pack
+        if unit.moves:
+            return store.share
+        wakes = unit.treatment == WAKES or SAVED in unit.wakes
+        return store.pack_here if wakes and not self._others_pack() else None  # rule 23
 
     def _with_hooks(
         self,

@@ -48,13 +48,6 @@ SAME_NUMBERS = (
 )
 """Keys that do not change the numbers of a step."""
 CONSTANT = "constant"
-
-
-def same_numbers(keys: "TrainKeys") -> tuple[str, ...]:
-    """Keys that do not change the numbers of a step. The number of steps does, where the learning rate ends at 0."""
-    return (*HARMLESS, *SAME_NUMBERS, *(("max_train_steps",) if keys.lr_scheduler == CONSTANT else ()))
-
-
 _REQUIRED = ("model_family", "pretrained_model_name_or_path", "data_dir")
 _INPUT_PATHS = ("pretrained_model_name_or_path", "data_dir", "gradient_checkpointing_schedule")
 
@@ -287,6 +280,11 @@ def changes(
     now, then = config.record(), {**_DEFAULTS, **record}
     keys = [key for key in only or now if key not in without and then.get(key) != now[key]]
     return ", ".join(f"{key} {shown(then.get(key))} (now {shown(now[key])})" for key in keys)
+
+
+def same_numbers(keys: TrainKeys) -> tuple[str, ...]:
+    """Keys that do not change the numbers of a step. The number of steps does, where the learning rate ends at 0."""
+    return (*HARMLESS, *SAME_NUMBERS, *(("max_train_steps",) if keys.lr_scheduler == CONSTANT else ()))
 
 
 def _override(text: str) -> tuple[str, str]:

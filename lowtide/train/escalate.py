@@ -108,8 +108,8 @@ class Escalation:
             try:
                 return attempt()
             except (torch.OutOfMemoryError, ConfigError) as error:
-                if isinstance(error, ConfigError) and not self._was_planned_anew:
-                    raise
+                if isinstance(error, ConfigError) and not any(self._planned_anew[-1:]):
+                    raise  # where auto has planned anew, that nothing fits any more is one more failure
                 anew = isinstance(error, torch.OutOfMemoryError) and self._note_in_auto()
                 failed_bytes = self._failed_bytes(indices) if anew else None
                 found = None if anew else self._next(indices, error)
@@ -126,25 +126,31 @@ class Escalation:
 
     def _note_in_auto(self) -> bool:
         """Whether auto has a schedule that takes less, and has not failed too often in this step."""
-        handle, step = self.attached.handle, self.state.step + 1
-        again = sum(entry["next"] == entry["failed"] and entry["step"] == step for entry in self.state.out_of_memory)
-        if not isinstance(handle, AutoHandle) or handle.plan is None or again >= _MOST_PLANNED_ANEW:
+        handle = self.attached.handle
+        often = sum(self._planned_anew) >= _MOST_PLANNED_ANEW
+        if not isinstance(handle, AutoHandle) or handle.plan is None or often:
             return False
         return handle.note_out_of_memory()
 
     @property
-    def _was_planned_anew(self) -> bool:
-        """Whether this step's batch is repeated under auto: then nothing fitting any more is one more failure."""
-        last = self.state.out_of_memory[-1:]
-        return any(e["next"] == e["failed"] and e["step"] == self.state.step + 1 for e in last)
+    def _planned_anew(self) -> list[bool]:
+        """Of each time that memory ran out in this step: whether auto planned anew, or a setting by name followed."""
+        failures = [entry for entry in self.state.out_of_memory if entry["step"] == self.state.step + 1]
+        return [entry["next"] == entry["failed"] for entry in failures]
+
+    def _shapes(self, indices: tuple[int, ...]) -> tuple[list[ResolvedStack], HeldTrace]:
+        return trace_shapes(self.attached, self._arguments(indices), self.keys, self.updater.device)
+
+    def _failed_under(self, trace: HeldTrace) -> int:
+        """The most that activations were to take under what ran, as of every rung."""
+        return most_bytes_under(self.attached.handle.schedule, trace, self.attached.config.offload_min_bytes)
 
     def _failed_bytes(self, indices: tuple[int, ...]) -> int | None:
-        """The most that activations were to take under what ran, as of every rung; None where no shapes say it."""
+        """The same; None where no shapes say it."""
         try:
-            _, trace = trace_shapes(self.attached, self._arguments(indices), self.keys, self.updater.device)
+            return self._failed_under(self._shapes(indices)[1])
         except ConfigError:
             return None
-        return most_bytes_under(self.attached.handle.schedule, trace, self.attached.config.offload_min_bytes)
 
     def _plan_anew(self, failed_bytes: int | None) -> None:
         name, step = self.attached.name, self.state.step + 1
@@ -159,14 +165,14 @@ class Escalation:
     def _next(self, indices: tuple[int, ...], error: Exception) -> tuple[Rung, Rung] | None:
         """The setting that failed and the next one; None, with the reason in the error's notes, if there is none."""
         try:
-            stacks, trace = trace_shapes(self.attached, self._arguments(indices), self.keys, self.updater.device)
+            stacks, trace = self._shapes(indices)
         except ConfigError as problem:
             error.add_note(
                 f"No other setting was tried, for their memory cannot be predicted: {problem}. {_WHAT_TO_DO}"
             )
             return None
         config, can_move = self.attached.config, can_offload(self.updater.device)
-        failed = Rung(config, most_bytes_under(self.attached.handle.schedule, trace, config.offload_min_bytes))
+        failed = Rung(config, self._failed_under(trace))
         rungs = [Rung(other, most_bytes(other, stacks, trace)) for other in ladder(config, stacks, can_move)]
         lower = next((rung for rung in rungs if rung.peak_bytes < failed.peak_bytes), None)
         if lower is None:
