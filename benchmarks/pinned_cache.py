@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from lowtide.runtime import store
+from lowtide.runtime import pool
 
 Pin = Callable[[int], torch.Tensor | None]
 
@@ -20,7 +20,7 @@ Pin = Callable[[int], torch.Tensor | None]
 def pinned_once() -> Iterator[None]:
     """Inside it, memory pinned for a handle that was detached is used again; all of it is freed at the end."""
     free: dict[int, list[torch.Tensor]] = defaultdict(list)
-    original = store.pinner
+    original = pool.pinner
 
     def pinner(device: torch.device) -> Pin:
         pin_anew = original(device)
@@ -35,9 +35,9 @@ def pinned_once() -> Iterator[None]:
 
         return pin
 
-    store.pinner = pinner
+    pool.pinner = pinner
     try:
         yield
     finally:
-        store.pinner = original
+        pool.pinner = original
         free.clear()

@@ -18,9 +18,10 @@ from lowtide.inert import ignored, inert
 from lowtide.plan.schedule import ATTENTION, FFN, MOVES, SELECTIVE, Schedule
 from lowtide.runtime.in_turn import InTurn
 from lowtide.runtime.ledger import BlockRecord, Ledger
+from lowtide.runtime.link import accelerator_or_simulated
 from lowtide.runtime.receipt import BlockReceipt, Copies, Note, Receipt
 from lowtide.runtime.resolve import ResolvedStack, child, resolve
-from lowtide.runtime.store import Store, accelerator_or_simulated
+from lowtide.runtime.store import Store
 from lowtide.runtime.swap import intercept, release
 from lowtide.runtime.tracer import Tracer
 from lowtide.runtime.unit import movable, units_of

@@ -12,10 +12,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from lowtide.errors import ConfigError
 from lowtide.keys import Size, WholeNumber
 from lowtide.plan.schedule import MAX_SIZES, MIN_BYTES
-from lowtide.runtime.link import simulated
+from lowtide.runtime.link import accelerator_or_simulated, simulated
 from lowtide.runtime.placeholder import unpack
 from lowtide.runtime.receipt import Copies
-from lowtide.runtime.store import Store, accelerator_or_simulated
+from lowtide.runtime.store import Store
 
 _Settings = tuple[int, int, bool]
 _of_models: "weakref.WeakKeyDictionary[nn.Module, dict[_Settings, Store]]" = weakref.WeakKeyDictionary()

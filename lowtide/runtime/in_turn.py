@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from lowtide.runtime.pool import Pool
-from lowtide.runtime.store import accelerator_or_simulated, pool_for
+from lowtide.runtime.link import accelerator_or_simulated
+from lowtide.runtime.pool import Pool, pool_for
 from lowtide.runtime.swap import Routes
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from lowtide.errors import ConfigError
+
 simulated: contextvars.ContextVar[bool] = contextvars.ContextVar("lowtide offload on the CPU", default=False)
 """Whether offload of CPU tensors is on: see lowtide.testing.cpu_offload."""
 
@@ -20,6 +22,21 @@ simulated: contextvars.ContextVar[bool] = contextvars.ContextVar("lowtide offloa
 def can_offload(device: torch.device) -> bool:
     """Whether what is there may wait in CPU memory: beside an accelerator, or where offload is simulated."""
     return device.type != "cpu" or simulated.get()
+
+
+def accelerator_or_simulated() -> torch.device:
+    """The device to offload from. ConfigError where there is none."""
+    if simulated.get():
+        return torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        raise ConfigError(
+            "offload needs an accelerator (CUDA, ROCm, XPU …), and torch sees none on this machine: on the CPU, "
+            "activations are in CPU memory already. Use a backend that recomputes only (torch, torch-ffn, "
+            "torch-selective) without offload_attention, or a plan by which nothing moves (`lowtide plan --host-memory "
+            "0`), or try it out inside `lowtide.testing.cpu_offload()`."
+        )
+    return device
 
 
 class Times:

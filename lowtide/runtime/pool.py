@@ -207,6 +207,11 @@ def _processes_here() -> int:
     return max(1, int(told)) if told.isdigit() else 1
 
 
+def pool_for(device: torch.device, max_sizes: int) -> Pool:
+    """Buffers for copies to and from a device: pinned, but for a simulated one."""
+    return Pool(max_sizes, None if device.type == "cpu" else pinner(device))
+
+
 def pinner(device: torch.device) -> Callable[[int], torch.Tensor | None]:
     """How to pin memory for copies to and from ``device``."""
     return _register_with_cuda if device.type == "cuda" else _allocate_pinned

@@ -24,12 +24,12 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lowtide.errors import ConfigError, ReplayError
+from lowtide.errors import ReplayError
 from lowtide.plan.schedule import MAX_SIZES, MIN_BYTES
 from lowtide.runtime.entry import Copied, Entry, Ticket, Waking
-from lowtide.runtime.link import Lane, Link, Times, link_to, simulated
+from lowtide.runtime.link import Lane, Link, Times, accelerator_or_simulated, link_to
 from lowtide.runtime.placeholder import Weight, version_of
-from lowtide.runtime.pool import Pool, pinner
+from lowtide.runtime.pool import Pool, pool_for
 from lowtide.runtime.receipt import Copies
 from lowtide.runtime.weights import is_activation, weight_keys
 
@@ -447,26 +447,6 @@ class Store:
         self.flush()
         if self._own_pool:
             self.pool.close()
-
-
-def pool_for(device: torch.device, max_sizes: int) -> Pool:
-    """Buffers for copies to and from a device: pinned, but for a simulated one."""
-    return Pool(max_sizes, None if device.type == "cpu" else pinner(device))
-
-
-def accelerator_or_simulated() -> torch.device:
-    """The device to offload from. ConfigError where there is none."""
-    if simulated.get():
-        return torch.device("cpu")
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None:
-        raise ConfigError(
-            "offload needs an accelerator (CUDA, ROCm, XPU …), and torch sees none on this machine: on the CPU, "
-            "activations are in CPU memory already. Use a backend that recomputes only (torch, torch-ffn, "
-            "torch-selective) without offload_attention, or a plan by which nothing moves (`lowtide plan --host-memory "
-            "0`), or try it out inside `lowtide.testing.cpu_offload()`."
-        )
-    return device
 
 
 def _batches_of(entries: list[Entry]) -> Iterator[list[Entry]]:

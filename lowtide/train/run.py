@@ -15,8 +15,8 @@ from lowtide.errors import ConfigError
 from lowtide.handle import check_schedule
 from lowtide.plan.saved_plan import save_plan
 from lowtide.plan.schedule import Schedule
+from lowtide.runtime.link import accelerator_or_simulated
 from lowtide.runtime.resolve import resolve
-from lowtide.runtime.store import accelerator_or_simulated
 from lowtide.train.adapters import Everything, Lora, Trained
 from lowtide.train.config import ESCALATE, TrainConfig, TrainKeys
 from lowtide.train.dataset import batches
