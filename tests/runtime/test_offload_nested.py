@@ -1,6 +1,6 @@
 """Offload among other people's saved-tensor hooks and checkpoints, and among tensors that a ticket cannot describe."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,13 +13,8 @@ import lowtide
 from lowtide.errors import ConfigError
 from lowtide.plan.schedule import Schedule, mixed, whole_blocks
 from lowtide.runtime.pool import Pool
-from lowtide.testing import cpu_offload
 
-
-@pytest.fixture(autouse=True)
-def _on_the_cpu() -> Iterator[None]:
-    with cpu_offload():
-        yield
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 class Gated(nn.Module):
