@@ -66,7 +66,7 @@ class Handle(Attachment):
         self._ignored = tuple(ignored(config, depths_of(stacks, config)))
         self._store = _store(model, schedule, config, in_turn)
         self._ledger = Ledger(model, self._store)
-        units = list(units_of(stacks, schedule, wanted, self._ledger, config.scope))
+        units = list(units_of(stacks, schedule, self._ledger, config.scope))
         self._modules = {name: module for name, module, _ in units}
         intercepted = [(module, unit) for _, module, unit in units]
         self._tracer = Tracer(intercepted, self._ledger, providers(), self._store, entry_points())

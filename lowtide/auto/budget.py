@@ -10,6 +10,8 @@ from lowtide.measure.device import available_bytes, budget_within
 
 _SETTERS = ("_accelerator_setAllocatorSettings", "_cuda_cudaCachingAllocator_set_allocator_settings")
 """Of newer versions of torch, and of older ones. There is no public name."""
+_PAGE_BYTES = 20 * 2**20
+"""Of an expandable segment. PyTorch compares what is asked for with the limit, and then takes whole pages."""
 _CHOSEN = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
 
@@ -41,7 +43,8 @@ class Limit:
             self._expand(True)
             total_bytes = torch.cuda.get_device_properties(self._device).total_memory
             self._before = torch.cuda.get_per_process_memory_fraction(self._device)
-            torch.cuda.set_per_process_memory_fraction(min(self._before, size_bytes / total_bytes), self._device)
+            share = max(0, size_bytes - _PAGE_BYTES) / total_bytes
+            torch.cuda.set_per_process_memory_fraction(min(self._before, share), self._device)
 
     def lift(self) -> None:
         if self._device is not None:

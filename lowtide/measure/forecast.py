@@ -240,7 +240,21 @@ class _Forecaster:
             cpu_bytes=min(moved, copied),
             working_bytes=again + moved + gradients,
             copied_bytes=copied,
+            relief_bytes=self._relief_bytes(way, groups),
         )
+
+    def _relief_bytes(self, way: Way, groups: Sequence[Sequence[Block]]) -> int:
+        """Of blocks that are not run again whole, and read what moved, if anything did, at their attention side."""
+        treatment, moves, _ = way
+        attending = self.held.get((KEPT, frozenset({ATTENTION}), 1))
+        if treatment not in (KEPT, FFN) or moves == {BOUNDARY} or attending is None:
+            return 0
+        blocks = [block for group in groups for block in group if len(self.calls[block]) == 1]
+        if len(blocks) < len(groups):
+            return 0
+        after = self._median(self.trace.bytes_of(self.calls[block][0].saved_after_attention) for block in blocks)
+        read_there = self._median(attending.blocks[block].cpu_bytes for block in blocks)
+        return min(after, read_there) if moves else after
 
     def _forward(self, work: Work, saved_bytes: int) -> "_Time":
         return self._time(work.flops, _TRAFFIC["forward"] * saved_bytes, work.operators)

@@ -29,6 +29,7 @@ class BlockFigures:
     cpu_bytes: what waits in CPU memory instead. copied_bytes: copied out, and back; None: the same.
     working_bytes: the most that their forward or their backward has on the device above ``kept_bytes``: what is
         recomputed, what has come back, gradients on the way.
+    relief_bytes: see TreatmentCost.
     """
 
     forward_ms: float
@@ -37,6 +38,7 @@ class BlockFigures:
     cpu_bytes: int = 0
     working_bytes: int = 0
     copied_bytes: int | None = None
+    relief_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,9 @@ class TreatmentCost:
 
     treatment, moves: as in plan.schedule. blocks: width of the segment; more than one only where blocks are recomputed
     whole. The bytes are those of ``BlockFigures``, of all the blocks together.
+    relief_bytes: what its backward is through with when it comes to the attention side. Until then no copies for other
+        blocks lie beside it: what was brought back is its own, which it reads there. What moves nothing has such a
+        relief only where it runs last, and wakes the way back there.
     """
 
     treatment: str
@@ -56,6 +61,7 @@ class TreatmentCost:
     cpu_bytes: int = 0
     working_bytes: int = 0
     copied_bytes: int = 0
+    relief_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.treatment not in TREATMENTS:
@@ -82,6 +88,11 @@ class TreatmentCost:
     @property
     def extra_ms(self) -> float:
         return self.extra_forward_ms + self.extra_backward_ms
+
+    def in_flight(self, all_bytes: int, last: bool) -> int:
+        """Of all the bytes in flight, those that need room beside its working set. last: it is what runs last."""
+        relief_bytes = min(self.relief_bytes, self.working_bytes) if self.moves or last else 0
+        return max(0, all_bytes - relief_bytes)
 
 
 @dataclass(frozen=True)
@@ -130,6 +141,7 @@ def _cost_of(way: Way, treated: BlockFigures, plain: BlockFigures) -> TreatmentC
         cpu_bytes=treated.cpu_bytes,
         working_bytes=treated.working_bytes,
         copied_bytes=treated.cpu_bytes if treated.copied_bytes is None else treated.copied_bytes,
+        relief_bytes=treated.relief_bytes,
     )
 
 

@@ -84,6 +84,16 @@ class ModuleCall:
     def all_saved(self) -> frozenset[int]:
         return self.saved.union(*(call.all_saved for call in self.inner))
 
+    @property
+    def saved_after_attention(self) -> frozenset[int]:
+        """Storages that are first saved after its attention side: backward is through with them when it comes there.
+        Empty where it has no such side."""
+        places = [place for place, step in enumerate(self.steps) if _attends(step)]
+        if not places:
+            return frozenset()
+        before, after = (_saved_in(steps) for steps in (self.steps[: places[-1] + 1], self.steps[places[-1] + 1 :]))
+        return after - before
+
     def outermost(self, kind: str) -> Iterator["ModuleCall"]:
         """The calls of a kind at any depth inside this one, those inside another of the same kind left out."""
         for call in self.inner:
@@ -91,6 +101,16 @@ class ModuleCall:
                 yield call
             else:
                 yield from call.outermost(kind)
+
+
+def _attends(step: "int | ModuleCall") -> bool:
+    return isinstance(step, ModuleCall) and (
+        step.kind == ATTENTION_SIDE or any(True for _ in step.outermost(ATTENTION_SIDE))
+    )
+
+
+def _saved_in(steps: Iterable["int | ModuleCall"]) -> frozenset[int]:
+    return frozenset().union(*(frozenset({step}) if isinstance(step, int) else step.all_saved for step in steps))
 
 
 @dataclass(frozen=True)

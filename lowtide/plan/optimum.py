@@ -10,7 +10,7 @@ from lowtide.plan.assignment import Assignment, in_flight_bytes_for
 from lowtide.plan.costs import StepCosts, TreatmentCost
 from lowtide.plan.fewest import fewest_bytes, lowest_peak
 from lowtide.plan.linear import Tableau
-from lowtide.plan.place import placed
+from lowtide.plan.place import Room, placed
 from lowtide.plan.predict_step import lane_out, net_out_ms
 from lowtide.plan.relaxed import Limits, Relaxed
 from lowtide.plan.search import MOST_WORK, Search
@@ -62,7 +62,7 @@ def smallest(costs: StepCosts) -> Assignment:
     limit_bytes = _binding_host_limit(costs)
 
     def bounded(least_bytes: int, most_bytes: int) -> tuple[float, tuple[RunWays, ...]]:
-        runs = ways_of_runs(costs, most_bytes)
+        runs = ways_of_runs(costs, least_bytes, most_bytes)
         return costs.in_flight(least_bytes) + lowest_peak(runs, limit_bytes), runs
 
     sizes, runs = _BestFirst(_in_flight_sizes(costs), bounded), None
@@ -75,9 +75,10 @@ def smallest(costs: StepCosts) -> Assignment:
 def _relaxed(costs: StepCosts, budget_bytes: int, least_bytes: int, most_bytes: int) -> Relaxed:
     """For bytes in flight between two values: where they differ, it may promise too much."""
     lane = lane_out(costs, most_bytes)
-    room_bytes = budget_bytes - costs.resident_bytes - costs.in_flight(least_bytes)
-    limits = Limits(room_bytes, _binding_host_limit(costs), lane.left_ms, lane.bound_ms)
-    return Relaxed(ways_of_runs(costs, most_bytes), limits)
+    in_flight_bytes = costs.in_flight(least_bytes)
+    room_bytes = budget_bytes - costs.resident_bytes - in_flight_bytes
+    limits = Limits(room_bytes, in_flight_bytes, _binding_host_limit(costs), lane.left_ms, lane.bound_ms)
+    return Relaxed(ways_of_runs(costs, least_bytes, most_bytes), limits)
 
 
 class _BestFirst(Generic[Found]):
@@ -134,7 +135,8 @@ def _placed(costs: StepCosts, relaxed: Relaxed, counts: Sequence[int]) -> Assign
     for run in costs.runs:
         treatments, last = _taken(chosen, run.depth), run is costs.runs[-1]
         crowded = any(cost.moves and net_out_ms(costs, run, cost) > 0 for cost in treatments)
-        ordered = placed(treatments, relaxed.limits.room_bytes, held_bytes, spread=crowded, last=last)
+        room = Room(relaxed.limits.room_bytes, relaxed.limits.in_flight_bytes, held_bytes)
+        ordered = placed(treatments, room, spread=crowded, last=last)
         held_bytes += sum(cost.kept_bytes for cost in ordered)
         found[run.stack] = (*found[run.stack], *ordered)
     return found

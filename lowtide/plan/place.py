@@ -2,23 +2,31 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lowtide.plan.costs import TreatmentCost
+from lowtide.plan.ways import working_beside
 
 
-def placed(
-    treatments: Sequence[TreatmentCost], room_bytes: int, held_bytes: int, *, spread: bool, last: bool
-) -> list[TreatmentCost]:
+class Room(NamedTuple):
+    """all_bytes: for all that the run and those before it hold, and its working sets; beside in_flight_bytes.
+    held_bytes: by those before it."""
+
+    all_bytes: int
+    in_flight_bytes: int
+    held_bytes: int
+
+
+def placed(treatments: Sequence[TreatmentCost], room: Room, *, spread: bool, last: bool) -> list[TreatmentCost]:
     """The treatments of one run in the order of the forward.
 
     Falling working sets have the lowest peak (plan.search). spread: what is copied is spread as evenly as the room
     allows: a block that copies more than fits beside its own computation makes the step wait, even where its neighbours
     copy nothing. A treatment may then stand later, as long as those that remain still fit in that order.
 
-    room_bytes: for all that the run and those before it hold, and its working sets. held_bytes: by those before it.
     last: nothing runs after it, so the one at its end must not move anything.
     """
-    remaining = _Remaining(sorted(treatments, key=_working_first), held_bytes, room_bytes)
+    remaining = _Remaining(sorted(treatments, key=lambda cost: _working_first(cost, room)), room)
     blocks = sum(cost.blocks for cost in treatments)
     average_bytes = sum(cost.copied_bytes for cost in treatments) / blocks
     found: list[TreatmentCost] = []
@@ -34,8 +42,8 @@ def placed(
     return found[::-1]
 
 
-def _working_first(cost: TreatmentCost) -> tuple[int, int, str]:
-    return -cost.working_bytes, cost.kept_bytes, cost.word
+def _working_first(cost: TreatmentCost, room: Room) -> tuple[int, int, str]:
+    return -working_beside(cost, room.in_flight_bytes, last=False), cost.kept_bytes, cost.word
 
 
 @dataclass
@@ -43,8 +51,7 @@ class _Remaining:
     """Treatments that have no place yet, by falling working sets."""
 
     treatments: list[TreatmentCost]
-    held_bytes: int
-    room_bytes: int
+    room: Room
 
     def at_the_end(self, staying: bool) -> list[TreatmentCost]:
         """Those that may be the last of them, the one with the smallest working set first.
@@ -53,17 +60,18 @@ class _Remaining:
         """
         distinct = list(dict.fromkeys(reversed(self.treatments)))
         able = [cost for cost in distinct if not (staying and cost.moves)]
-        return [cost for cost in able if self._fits(cost)]
+        return [cost for cost in able if self._fits(cost, runs_last=staying)]
 
     def take(self, cost: TreatmentCost) -> None:
         self.treatments.remove(cost)
 
-    def _fits(self, last: TreatmentCost) -> bool:
+    def _fits(self, end: TreatmentCost, runs_last: bool) -> bool:
         order = list(self.treatments)
-        order.remove(last)
-        held_bytes = self.held_bytes
-        for cost in (*order, last):
+        order.remove(end)
+        held_bytes = self.room.held_bytes
+        for place, cost in enumerate((*order, end)):
             held_bytes += cost.kept_bytes
-            if held_bytes + cost.working_bytes > self.room_bytes:
+            last = runs_last and place == len(order)
+            if held_bytes + working_beside(cost, self.room.in_flight_bytes, last) > self.room.all_bytes:
                 return False
         return True

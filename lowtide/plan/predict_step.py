@@ -5,9 +5,9 @@ in the forward keep is on the device, and what came after is gone::
 
     peak = residents + kept, up to and with this one + its working set + copies in flight
 
-Copies in flight are about as many bytes as the largest treatment of the step copies, at every position: so much may be
-on its way out in forward, and so much is brought back ahead in backward
-(``Schedule.in_flight_bytes``, ``prefetch_bytes``).
+Copies in flight are about as many bytes as the largest treatment of the step copies: so much may be on its way out in
+forward, and so much is brought back ahead in backward (``Schedule.in_flight_bytes``, ``prefetch_bytes``). They count at
+every position, less what its backward is through with by the time they come (``TreatmentCost.relief_bytes``).
 
 Time. Copies run beside the computation, in order, each way on a lane of its own. *Out*, the side that binds: what a run
 of like blocks copies hides behind the computation of this run, and what does not fit there is left to the next run, up
@@ -107,12 +107,13 @@ def predict_step(costs: StepCosts, assignment: Assignment) -> StepPrediction:
 
 
 def _positions(costs: StepCosts, assignment: Assignment, in_flight_bytes: int) -> Iterator[Position]:
-    held_bytes = costs.resident_bytes
+    held_bytes, end = costs.resident_bytes, costs.runs[-1].stack
     for stack in costs.stacks:
         first = 0
-        for cost in assignment[stack]:
+        for number, cost in enumerate(assignment[stack], 1):
             held_bytes += cost.kept_bytes
-            yield Position(stack, first, cost.blocks, cost.word, held_bytes, cost.working_bytes, in_flight_bytes)
+            beside_bytes = cost.in_flight(in_flight_bytes, last=stack == end and number == len(assignment[stack]))
+            yield Position(stack, first, cost.blocks, cost.word, held_bytes, cost.working_bytes, beside_bytes)
             first += cost.blocks
 
 

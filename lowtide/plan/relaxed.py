@@ -21,11 +21,12 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """room_bytes: the budget, less residents and bytes in flight. cpu_bytes: how much may wait in CPU memory; None: no
+    """room_bytes: the budget, less residents and in_flight_bytes. cpu_bytes: how much may wait in CPU memory; None: no
     limit. start_ms: copies left at the beginning (``predict_step.lane_out``). bound_ms: what may be left from run to
     run."""
 
     room_bytes: int
+    in_flight_bytes: int
     cpu_bytes: int | None
     start_ms: float
     bound_ms: float

@@ -8,10 +8,11 @@ before both. Only the two positions themselves change::
 
 If w_a >= w_b, the first line is at most K + k_a + k_b + w_a, which the second line has as well. So the order of falling
 working sets has the lowest peak of all orders: blocks that are recomputed come first, where little is held yet when
-backward needs their working set, and the last blocks, freed first, are kept. Copies in flight are the same at all
-positions, and time does not depend on the order within a run (``plan.predict_step``), so this order loses nothing: in
-each run only *how many* blocks have which treatment is left to choose. What runs last must not move anything, which
-the swap must respect: it is chosen apart, and the rest is in that order.
+backward needs their working set, and the last blocks, freed first, are kept. All bytes in flight
+count as many at all positions, where what needs no room beside a working set is taken off that one (``plan.ways``), and
+time does not depend on the order within a run (``plan.predict_step``), so this order loses nothing: in each run only
+*how many* blocks have which treatment is left to choose. What runs last must not move anything, which the swap must
+respect: it is chosen apart, and the rest is in that order.
 
 **Search.** Branch and bound (Land and Doig 1960) over these counts. With parts of blocks allowed, the least time is
 that of a small linear program (``plan.relaxed``), which no schedule can beat. Where its answer has a part of a block,

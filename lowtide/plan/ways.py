@@ -11,7 +11,8 @@ from lowtide.plan.predict_step import exposed_back_ms, net_out_ms
 class Way(NamedTuple):
     """One treatment. ms: time added, waits for what comes back included. kept, working, cpu: bytes.
 
-    out_ms: copies out less computation in forward.
+    working: without room for all that is in flight, which programs take from the budget beforehand; so it is less where
+    not all of it needs room. out_ms: copies out less computation in forward.
     """
 
     cost: TreatmentCost
@@ -31,28 +32,46 @@ class RunWays(NamedTuple):
     last_ways: tuple[Way, ...]
 
 
-def ways_of_runs(costs: StepCosts, in_flight_bytes: int) -> tuple[RunWays, ...]:
-    """Every choice that copies at most ``in_flight_bytes`` at once, without those that others make useless."""
-    return tuple(_ways_of(costs, run, in_flight_bytes, run is costs.runs[-1]) for run in costs.runs)
+def ways_of_runs(costs: StepCosts, least_bytes: int, most_bytes: int) -> tuple[RunWays, ...]:
+    """Every choice that copies at most ``most_bytes`` at once, without those that others make useless.
+
+    least_bytes: how much may be in flight at least.
+    """
+    return tuple(_ways_of(costs, run, least_bytes, most_bytes) for run in costs.runs)
 
 
-def _ways_of(costs: StepCosts, run: Run, in_flight_bytes: int, last: bool) -> RunWays:
+def _ways_of(costs: StepCosts, run: Run, least_bytes: int, most_bytes: int) -> RunWays:
     able = [
-        _way(costs, run, cost, in_flight_bytes)
+        cost
         for cost in costs.kinds[run.kind].treatments
-        if in_flight_bytes_for(cost.copied_bytes) <= in_flight_bytes
+        if in_flight_bytes_for(cost.copied_bytes) <= most_bytes
         and cost.blocks <= run.depth
         and (costs.link or not cost.moves)
     ]
-    ways = sorted(_useful(able), key=lambda way: (-way.working, way.kept))
-    last_ways = tuple(_useful([way for way in able if not way.cost.moves])) if last else ()
-    return RunWays(run.depth, tuple(ways), last_ways)
+    crowd = _Crowd(costs, run, costs.in_flight(least_bytes), most_bytes > 0)
+    ways = sorted(_useful([crowd.way(cost, last=False) for cost in able]), key=lambda way: (-way.working, way.kept))
+    staying = [crowd.way(cost, last=True) for cost in able if not cost.moves] if run is costs.runs[-1] else []
+    return RunWays(run.depth, tuple(ways), tuple(_useful(staying)))
 
 
-def _way(costs: StepCosts, run: Run, cost: TreatmentCost, in_flight_bytes: int) -> Way:
-    ms = cost.extra_ms + exposed_back_ms(costs, run, cost)
-    out_ms = net_out_ms(costs, run, cost) if in_flight_bytes else 0.0
-    return Way(cost, cost.blocks, ms, cost.kept_bytes, cost.working_bytes, out_ms, cost.cpu_bytes)
+class _Crowd(NamedTuple):
+    """What choices are beside. in_flight_bytes: what counts of the bytes in flight. moves: whether anything may."""
+
+    costs: StepCosts
+    run: Run
+    in_flight_bytes: int
+    moves: bool
+
+    def way(self, cost: TreatmentCost, last: bool) -> Way:
+        ms = cost.extra_ms + exposed_back_ms(self.costs, self.run, cost)
+        out_ms = net_out_ms(self.costs, self.run, cost) if self.moves else 0.0
+        working = working_beside(cost, self.in_flight_bytes, last)
+        return Way(cost, cost.blocks, ms, cost.kept_bytes, working, out_ms, cost.cpu_bytes)
+
+
+def working_beside(cost: TreatmentCost, in_flight_bytes: int, last: bool) -> int:
+    """The working set, where so many bytes in flight have room already."""
+    return cost.working_bytes + cost.in_flight(in_flight_bytes, last) - in_flight_bytes
 
 
 def _useful(ways: Sequence[Way]) -> Iterator[Way]:

@@ -127,8 +127,7 @@ class Tracer:
         """How a segment holds what it is given."""
         if self.store is None or self._others_pack():
             return None
-        by_attention = unit.treatment == FFN and not unit.wakes.isdisjoint({ATTENTION, SAVED})
-        if unit.wakes and not by_attention:
+        if unit.wakes == BOUNDARY:
             return self.store.pack_here
         if unit.moves.isdisjoint({BOUNDARY, SAVED}):
             return self.store.hold
@@ -241,7 +240,7 @@ class Tracer:
             return store.pack
         if unit.moves:
             return store.share
-        wakes = unit.treatment == WAKES or SAVED in unit.wakes
+        wakes = unit.treatment == WAKES or unit.wakes == SAVED
         return store.pack_here if wakes and not self._others_pack() else None  # rule 23
 
     def _with_hooks(

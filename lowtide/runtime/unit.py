@@ -18,7 +18,7 @@ NO_FEED_FORWARD = "no feed-forward"
 MOVED = "moved"
 """Treatment of a module inside a block that is not recomputed: what it saves waits in CPU memory."""
 WAKES = "wakes"
-"""The same in the block that runs last: what it saves stays, and reading it wakes the store."""
+"""Treatment of one in the block that runs last: what it saves stays, and reading it wakes the store."""
 
 
 @dataclass
@@ -29,9 +29,8 @@ class Unit:
     group, ascending. width: how many units the planned segment has. last: the
     last position of the group. carry: places and names of the arguments that
     decide whether a segment goes on. counts: whether its replays are the block's recompute_calls.
-    moves: what of the block waits in CPU memory, see plan.schedule.MOVES. wakes: what of a block that runs last
-    would, if it did not, or might: it stays, and reading it in backward tells the store to begin. settles: it is what
-    runs last.
+    moves: what of the block waits in CPU memory, see plan.schedule.MOVES. wakes: what of a block that runs last tells
+    the store to begin, as backward reads it: BOUNDARY, ATTENTION, SAVED or nothing. settles: it is what runs last.
     """
 
     module: weakref.ref[nn.Module]
@@ -45,7 +44,7 @@ class Unit:
     last: int = 0
     counts: bool = True
     moves: frozenset[str] = frozenset()
-    wakes: frozenset[str] = frozenset()
+    wakes: str = ""
     settles: bool = False
 
     def carried(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -54,12 +53,11 @@ class Unit:
 
 
 def units_of(
-    stacks: Sequence[ResolvedStack], schedule: Schedule, wanted: Schedule, ledger: Ledger, scope: str | None
+    stacks: Sequence[ResolvedStack], schedule: Schedule, ledger: Ledger, scope: str | None
 ) -> Iterator[tuple[str, nn.Module, Unit]]:
     """Path, module and unit of all that is intercepted; enters every block in the ledger.
 
-    wanted: the schedule before what runs last was told to stay on the device. scope: the treatment that the controls
-    ask for, to say where a block has no such side.
+    scope: the treatment that the controls ask for, to say where a block has no such side.
     """
     for stack in stacks:
         plan = schedule.stacks[stack.name]
@@ -72,14 +70,12 @@ def units_of(
             record = ledger.add(name, stack.name, index, KEPT if bare else treatment, reason)
             unit = _block_unit(block, record, stack, plan, index)
             if index in ends:
-                stays = (wanted.stacks[stack.name].moves[index] - unit.moves) & movable(stack, block, treatment)
-                waking = _waking(treatment, plan, bool(stack.attention_sides(block)))
-                unit.wakes = stays or frozenset({waking})
+                unit.wakes = _waking(stack, block, treatment)
             unit.settles = stack is stacks[-1] and index == plan.depth - 1
             yield name, block, unit
             for number, chain in enumerate(chains):
                 yield from _chain_units(name, record, number, chain, unit)
-            if unit.treatment == KEPT and ATTENTION in unit.moves | unit.wakes and SAVED not in unit.moves:
+            if unit.treatment == KEPT and ATTENTION in {*unit.moves, unit.wakes} and SAVED not in unit.moves:
                 side = MOVED if ATTENTION in unit.moves else WAKES
                 for path, module in stack.attention_sides(block):
                     yield f"{name}.{path}", module, Unit(weakref.ref(module), record, side, (block, path))
@@ -92,17 +88,12 @@ def movable(stack: ResolvedStack, block: nn.Module, treatment: str) -> frozenset
     return MOVES[treatment] if stack.attention_sides(block) else MOVES[treatment] - {ATTENTION}
 
 
-def _waking(treatment: str, plan: StackSchedule, attends: bool) -> str:
+def _waking(stack: ResolvedStack, block: nn.Module, treatment: str) -> str:
     """What of the block that runs last tells, as backward reads it, that the rest is wanted soon. At its attention more
-    of its own memory is free again than at its end; but where no other block is reached into, it is not either, since
-    blocks may be compiled."""
+    of its own memory is free again than at its end; but a block that is compiled is not reached into."""
     if treatment in IN_SEGMENTS:
         return BOUNDARY
-    inside = any(
-        how == FFN or (how == KEPT and ATTENTION in moves)
-        for how, moves in zip(plan.treatments, plan.moves, strict=True)
-    )
-    return ATTENTION if inside and attends else SAVED
+    return ATTENTION if stack.attention_sides(block) and block._compiled_call_impl is None else SAVED
 
 
 def _chain_units(
@@ -112,7 +103,7 @@ def _chain_units(
         counts = number == place == 0  # both streams of a block are one recomputation of its feed-forward side
         unit = Unit(weakref.ref(module), record, FFN, (block, number), position=place, counts=counts)
         unit.width, unit.last = len(chain), len(chain) - 1
-        unit.moves, unit.wakes = of_block.moves, of_block.wakes
+        unit.moves = of_block.moves
         yield f"{block}.{path}", module, unit
 
 

@@ -27,6 +27,7 @@ LINK = LinkRates(1e3 / 2**30 / BYTE_MS, 1e3 / 2**30 / BYTE_MS / 2)
 """A byte takes a quarter of a ms out, and half a ms back."""
 
 _sizes = st.integers(0, 40)
+_reliefs = st.sampled_from((0, 0, 3, 30))
 _times = st.integers(0, 8).map(float)
 
 
@@ -36,15 +37,14 @@ def treatments(draw: st.DrawFn, way: tuple[str, tuple[str, ...], int]) -> Treatm
     cpu_bytes = draw(_sizes) if moves else 0
     copied_bytes = cpu_bytes + (draw(st.integers(0, 5)) if moves else 0)
     extra_ms = draw(_times), draw(_times)
-    return TreatmentCost(
-        treatment, frozenset(moves), blocks, *extra_ms, draw(_sizes), cpu_bytes, draw(_sizes), copied_bytes
-    )
+    sizes = draw(_sizes), cpu_bytes, draw(_sizes), copied_bytes, draw(_reliefs)
+    return TreatmentCost(treatment, frozenset(moves), blocks, *extra_ms, *sizes)
 
 
 @st.composite
 def kinds(draw: st.DrawFn) -> BlockKind:
     ways = draw(st.lists(st.sampled_from(WAYS), unique=True, max_size=4))
-    plain = TreatmentCost(KEPT, kept_bytes=draw(_sizes), working_bytes=draw(_sizes))
+    plain = TreatmentCost(KEPT, kept_bytes=draw(_sizes), working_bytes=draw(_sizes), relief_bytes=draw(_reliefs))
     return BlockKind(draw(_times), draw(_times), (plain, *(draw(treatments(way)) for way in ways)))
 
 

@@ -52,6 +52,14 @@ def _predict(trace, stack_schedule, min_bytes=0):
     return predict(trace, Schedule({"blocks": stack_schedule}), min_bytes)
 
 
+def test_what_is_saved_after_the_attention_side_is_what_was_not_saved_before_its_end():
+    attention = ModuleCall("attn", "blocks", 0, (_tensor(10),), (_tensor(11),), (10, 12), ATTENTION_SIDE)
+    feed_forward = ModuleCall("ff", "blocks", 0, (_tensor(11),), (_tensor(13),), (12, 14), FEED_FORWARD)
+    block = ModuleCall("b", "blocks", 0, (_tensor(9),), (_tensor(15),), (9, attention, 16, feed_forward, 9, 17))
+    assert block.saved_after_attention == {14, 16, 17}
+    assert replace(block, steps=(9, feed_forward, 17)).saved_after_attention == frozenset()
+
+
 def test_keeping_everything_is_the_plain_run():
     held = _predict(_chain_of_blocks(3), keep_all(3))
     assert held.held_bytes == held.plain_bytes == _sum(GLUE, 10, 11, 12, 30, 31, 32)

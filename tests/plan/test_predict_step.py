@@ -1,5 +1,7 @@
 """Time and peak of a step, by hand. A byte takes a ms of the link each way, a block 4 ms forward and 8 ms backward."""
 
+from dataclasses import replace
+
 import pytest
 
 from lowtide.errors import ConfigError
@@ -60,6 +62,22 @@ def test_bytes_in_flight_count_at_every_position() -> None:
     made = _predict(_costs(moving), moving, *_ways() * 3)
     assert [p.in_flight_bytes for p in made.positions] == [3] * 4
     assert made.positions[-1].peak_bytes == 100 + 1 + 12 + 3
+
+
+def test_bytes_in_flight_need_no_room_of_what_backward_is_through_with_when_they_come() -> None:
+    """Of what moves, and of what runs last; of other blocks that stay, all is still there."""
+    plain, moving = replace(_ways()[0], relief_bytes=1), replace(_moving(3), relief_bytes=2)
+    costs = _costs(moving)
+    costs = replace(costs, kinds={"b": replace(costs.kinds["b"], treatments=(plain, moving))})
+    made = _predict(costs, moving, plain, moving, plain)
+    assert [p.in_flight_bytes for p in made.positions] == [2, 1, 3, 1]
+    assert all(p.peak_bytes == p.held_bytes + p.working_bytes + p.in_flight_bytes for p in made.positions)
+
+
+def test_there_is_no_relief_beyond_the_working_set() -> None:
+    moving = replace(_moving(20), relief_bytes=15)
+    made = _predict(_costs(moving), moving, *_ways() * 3)
+    assert made.positions[-1].in_flight_bytes == 20 - moving.working_bytes
 
 
 @pytest.mark.parametrize(

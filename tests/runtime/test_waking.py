@@ -5,6 +5,7 @@ import torch
 
 import lowtide
 from lowtide import families
+from lowtide.bench.synthetic import Block, Synthetic
 from lowtide.measure.adapter import add_lora
 from lowtide.measure.build import build_model
 from lowtide.measure.inputs import build_inputs
@@ -60,6 +61,53 @@ def test_every_backward_wakes_the_way_back(key: str, word: str, last: str, order
         losses[0].backward(retain_graph=True)
         losses[1].backward()
         assert handle.receipt().copies.prefetch_misses == 0
+
+
+@pytest.mark.parametrize(
+    ("word", "last"), [("kept+attention", "kept"), ("whole+boundary", "kept"), ("kept+saved", "ffn")]
+)
+def test_what_runs_last_wakes_when_its_feed_forward_side_is_done(word: str, last: str) -> None:
+    """By then that side has let its memory go."""
+    model, x = Synthetic(4, 32, 2), torch.randn(1, 16, 32)
+    end = model.blocks[-1]
+    assert isinstance(end, Block)
+    ahead: dict[str, int] = {}
+    with cpu_offload(), lowtide.attach(model, schedule=_ending(word, last), offload_min_bytes=1) as handle:
+        store = handle._store
+        assert store is not None
+
+        def note(place: str, tensor: torch.Tensor) -> None:
+            def see(_: torch.Tensor) -> None:
+                ahead[place] = store.ahead_bytes
+
+            tensor.register_hook(see)
+
+        end.norm2.register_forward_hook(lambda _, __, output: note("feed-forward done", output))
+        end.register_forward_pre_hook(lambda _, given: note("block done", given[0]))
+        for _ in range(2):
+            ahead.clear()
+            model(x.clone().requires_grad_()).square().mean().backward()
+            assert handle.receipt().copies.prefetch_misses == 0
+            assert ahead["feed-forward done"] == 0 < ahead["block done"]
+
+
+def test_a_compiled_block_that_runs_last_is_not_reached_into() -> None:
+    model, x = Synthetic(4, 32, 2), torch.randn(1, 16, 32, requires_grad=True)
+    for block in model.blocks:
+        block.compile(backend="eager")
+    with (
+        cpu_offload(),
+        lowtide.attach(model, schedule=_ending("whole+boundary", "kept"), offload_min_bytes=1) as handle,
+    ):
+        assert not any("attn" in name for name in handle._modules)
+        for _ in range(2):
+            model(x).square().mean().backward()
+            copies = handle.receipt().copies
+            assert copies.prefetch_misses == 0 < copies.h2d_bytes
+
+
+def _ending(word: str, last: str) -> Schedule:
+    return Schedule({"blocks": then(word, last, 4)})
 
 
 @pytest.mark.parametrize("word", ["kept+attention", "ffn+attention", "kept+saved", "whole+boundary"])
