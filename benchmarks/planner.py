@@ -4,7 +4,8 @@
 
 One process a work, in which settings take turns: each is attached, warmed up and timed. Budgets go from just above the
 least that any fixed mode reserves to what the plain run does. Peaks are of allocation, and of what PyTorch reserved,
-from empty caches on.
+from empty caches on. At the end of a work ``auto``'s schedule of each budget and the quickest setting that fits take
+turns once more: of thirty settings one always had luck, and a host has better and worse minutes.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 from pinned_cache import pinned_once
-from planner_table import KEPT_BYTES, kept_totals
+from planner_table import IN_TURNS, KEPT_BYTES, kept_totals, quickest
 
 import lowtide
 from lowtide.auto.handle import AutoHandle
@@ -42,12 +43,13 @@ from lowtide.testing import cpu_offload
 from lowtide.train.progress import told
 from lowtide.units import format_bytes
 
-MOST_STEPS = 30
+MOST_STEPS = 40
 """Within which ``auto`` has to settle."""
 ALLOCATOR = ("num_alloc_retries", "num_device_alloc", "num_device_free")
 """What PyTorch's allocator counts: caches given back for want of memory, and calls of the driver."""
-ENOUGH_S = 2.0
+ENOUGH_S = 1.5
 """Of timed steps: no further one is begun after two."""
+TURNS = 2
 WORDS = (
     "kept", "kept+attention", "kept+saved", "ffn", "ffn+boundary", "ffn+boundary+attention", "selective",
     "selective+boundary+attention", "whole", "whole+boundary",
@@ -133,10 +135,11 @@ def kept(task: Task, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def chosen(task: Task, budget: int, options: argparse.Namespace) -> dict[str, Any]:
-    """``auto`` within a budget; cold: the first plan and the peak of the step under it."""
+def chosen(task: Task, budget: int, options: argparse.Namespace) -> tuple[dict[str, Any], Schedule | None]:
+    """``auto`` within a budget, and the schedule that stayed. cold: the first plan, and the peak of its step."""
     clear(options.device)
-    line: dict[str, Any] = {"setting": "auto", "budget_bytes": budget, "log": []}
+    line: dict[str, Any] = {"setting": AUTO, "budget_bytes": budget, "log": []}
+    stayed = None
     try:
         with (
             told(line["log"].append),
@@ -152,6 +155,7 @@ def chosen(task: Task, budget: int, options: argparse.Namespace) -> dict[str, An
             if options.device == "cuda":
                 line["most_reserved_bytes"] = max(first["reserved_bytes"], torch.cuda.max_memory_reserved())
             line |= measure(task, options.device, 0, options.steps)
+            stayed = handle.schedule
             made, before = handle.plan.prediction, handle.plan.foreseen or handle.plan.prediction
             line |= {
                 "predicted_bytes": before.peak_bytes,
@@ -164,7 +168,7 @@ def chosen(task: Task, budget: int, options: argparse.Namespace) -> dict[str, An
             }
     except (ConfigError, torch.OutOfMemoryError) as error:
         line["failed"] = f"{type(error).__name__}: {error}"[:600]
-    return line
+    return line, stayed
 
 
 def until_settled(task: Task, handle: AutoHandle) -> int:
@@ -176,22 +180,48 @@ def until_settled(task: Task, handle: AutoHandle) -> int:
     raise RuntimeError(f"auto has not settled within {MOST_STEPS} steps")
 
 
-def at_random(task: Task, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def drawn(task: Task, count: int) -> dict[str, Schedule]:
     """Schedules of two to four treatments in a random mixture, block by block."""
-    draw = random.Random(0)
-    for number in range(options.random):
+    draw, found = random.Random(0), {}
+    for number in range(count):
         words = draw.sample(WORDS, draw.randint(2, 4))
         weights = [draw.random() for _ in words]
+        stacks = {stack.name: mixed(draw.choices(words, weights, k=len(stack.blocks))) for stack in task.stacks}
+        found[f"random {number}"] = Schedule(stacks)
+    return found
+
+
+def at_random(task: Task, schedules: dict[str, Schedule], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for name, schedule in schedules.items():
+        words = sorted({word for stack in schedule.stacks.values() for word in stack.words})
         try:
-            schedule = Schedule(
-                {stack.name: mixed(draw.choices(words, weights, k=len(stack.blocks))) for stack in task.stacks}
-            )
             clear(options.device)
             with lowtide.attach(task.model, schedule=schedule, **options.more) as ran:
                 figures = measure(task, options.device, options.warm_up, options.steps)
-                yield {"setting": f"random {number}", "words": words, **figures, "totals": ran.receipt().totals}
+                yield {"setting": name, "words": words, **figures, "totals": ran.receipt().totals}
         except (ConfigError, torch.OutOfMemoryError) as error:
-            yield {"setting": f"random {number}", "words": words, "failed": f"{type(error).__name__}: {error}"[:200]}
+            yield {"setting": name, "words": words, "failed": f"{type(error).__name__}: {error}"[:200]}
+
+
+def in_turns(
+    task: Task, stayed: dict[int, Schedule], lines: list[dict[str, Any]], options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """The schedule that stayed within each budget beside the quickest setting that fits: medians over all turns."""
+    schedules = drawn(task, options.random)
+    for budget, schedule in stayed.items():
+        best = quickest(lines, budget)
+        if best is None:
+            continue
+        name = best["setting"]
+        other = {"schedule": schedules[name]} if name in schedules else dict(ATTACHED.get(name, {}))
+        sides = {"auto": {"schedule": schedule}, "other": other}
+        times: dict[str, list[float]] = {side: [] for side in sides}
+        for side in [*sides] * TURNS:
+            clear(options.device)
+            with lowtide.attach(task.model, **sides[side], **options.more) if sides[side] else nullcontext():
+                times[side] += measure(task, options.device, options.warm_up, options.steps)["step_times_s"]
+        medians = {f"{side}_step_s": statistics.median(found) for side, found in times.items()}
+        yield {"setting": IN_TURNS, "budget_bytes": budget, "beside": name, **medians, "times_s": times}
 
 
 def budgets(lines: list[dict[str, Any]], count: int) -> list[int]:
@@ -208,6 +238,12 @@ def in_a_line(line: dict[str, Any]) -> str:
     if line["setting"] == KEPT_BYTES:
         forecast, probed = map(format_bytes, kept_totals(line))
         return f"{KEPT_BYTES}: {probed}, forecast {forecast}"
+    if line["setting"] == IN_TURNS:
+        over = line["auto_step_s"] / line["other_step_s"] - 1
+        return (
+            f"{IN_TURNS}, {format_bytes(line['budget_bytes'])}: auto {line['auto_step_s']:.4f} s, {line['beside']} "
+            f"{line['other_step_s']:.4f} s, {over:+.1%}"
+        )
     text = f"{line['setting']}: {line['step_s']:.4f} s, {format_bytes(line.get('peak_bytes', 0))}"
     if "budget_bytes" in line:
         off = line.get("peak_bytes", 0) / line["predicted_bytes"] - 1
@@ -253,10 +289,14 @@ def main() -> None:
                 lines = [keep(line) for line in fixed(task, options)]
             keep(kept(task, options))
             wanted = budgets(lines, options.budgets) if options.device == "cuda" else [2**30] * options.budgets
+            stayed: dict[int, Schedule] = {}
             for budget in wanted:
-                keep(chosen(task, budget, options))
+                line, schedule = chosen(task, budget, options)
+                keep(line)
+                stayed |= {} if schedule is None else {budget: schedule}
             with pinned_once():
-                for line in at_random(task, options):
+                lines += [keep(line) for line in at_random(task, drawn(task, options.random), options)]
+                for line in in_turns(task, stayed, lines, options):
                     keep(line)
         del task
         clear(options.device)

@@ -5,7 +5,8 @@ Every step is a training step with the gradients of a plain run. They run under
 1. a forecast's plan that leaves room for its errors; afterwards the peak is known (and optimizer states exist);
 2. a schedule that has each treatment on some blocks, four times, of which the last three are timed;
 3. the plan from measured times, the plan from what that one then took, and the same two of plans that move nothing, a
-   few steps each. The first plan once more, if it is not far behind by those times. What was quickest stays.
+   few steps each. The first plan once more, and the two best of the fixed settings, if they are not far behind by those
+   times. What was quickest stays.
 
 Where the plain run fits, it stays with that, and measures nothing but its peak.
 """
@@ -31,13 +32,14 @@ Steps = Generator[bool, Probed | None]
 the memory of each block is to be seen."""
 
 _TRIED = {True: "tried for some steps, from measured times", False: "tried for some steps, with nothing moving"}
-_ONCE_MORE = "tried for some steps, once more"
+_ONCE_MORE, _FIXED = "tried for some steps, once more", "tried for some steps, as one setting for all blocks"
+_MOST_FIXED = 2
 _TIMED = 3
 """Steps under one schedule that count, by their median: on a busy host single ones are late by a tenth. The first under
 any schedule counts bytes, which takes time of its own."""
 _NOT_FAR = 0.15
-"""Of the quickest step's time, by which the first plan may be slower by prediction: treatments seemed slower by as much
-when they were measured on single blocks."""
+"""Of the quickest step's time, by which a plan may be slower by prediction and still be tried: treatments seemed slower
+by as much when they were measured on single blocks."""
 _WORTH = 0.01
 """Of the time of a step, that copies have to save to be worth it: what else uses the link or the host may change."""
 
@@ -80,6 +82,12 @@ def measuring(planner: Planner, attached: Attached) -> Steps:
         again = replace(planner.as_it_ran(plan), foreseen=None)
         step_ms = yield from _try(planner, _take(planner, attached, again, _ONCE_MORE))
         tried.append((step_ms, planner.as_it_ran(again)))
+    for _ in range(_MOST_FIXED):
+        fixed = next((made for made in planner.fixed_plans() if _may_be_quicker(planner, made, tried)), None)
+        if fixed is None:
+            break
+        step_ms = yield from _try(planner, _take(planner, attached, fixed, _FIXED))
+        tried.append((step_ms, planner.as_it_ran(fixed)))
     _take(planner, attached, min(tried, key=_quickest, default=(math.inf, plan))[1], "from now on", settled=True)
 
 
@@ -92,7 +100,7 @@ def _candidate(planner: Planner, moving: bool = True, like: bool = False) -> Pla
 
 
 def _may_be_quicker(planner: Planner, plan: Plan, tried: list[tuple[float, Plan]]) -> bool:
-    """Whether the first plan is another one than those, and by what is known now not far behind."""
+    """Whether a plan is another one than those, and by what is known now not far behind."""
     if any(plan.schedule == other.schedule for _, other in tried):
         return False
     quickest_ms = min((step_ms for step_ms, _ in tried), default=0.0)  # none: it stays in any case

@@ -29,7 +29,7 @@ from lowtide.plan.costs import BlockKind, StepCosts
 from lowtide.plan.predict_step import predict_step
 from lowtide.plan.sampling import bytes_of, corrected, samples_of, sampling, with_bytes, with_copies_taking
 from lowtide.plan.schedule import ATTENTION, KEPT, WHOLE, Schedule
-from lowtide.plan.solve import smallest_peak, solve
+from lowtide.plan.solve import fixed_plans, smallest_peak, solve
 from lowtide.runtime.flatten import OpaqueArgument, flatten_call
 from lowtide.runtime.host_memory import share_of_host_bytes
 from lowtide.runtime.resolve import resolve
@@ -114,6 +114,10 @@ class Planner:
         if careful:
             return solve(costs, self._careful_bytes(costs))
         return solve(costs, self._most_bytes(costs, _MARGIN if like else _FIRST_MARGIN))
+
+    def fixed_plans(self) -> list[Plan]:
+        """The fixed settings that fit like a plan that has run; the quickest by what is known first."""
+        return fixed_plans(self._known, self._most_bytes(self._known, _MARGIN))
 
     def as_it_ran(self, plan: Plan) -> Plan:
         """The plan of the last step, with what is known of it by now."""

@@ -1,5 +1,6 @@
 """The fastest schedule within a budget, beside every fixed setting, "leave it off" among them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowtide.errors import ConfigError
@@ -20,7 +21,7 @@ def solve(costs: StepCosts, budget_bytes: int) -> Plan:
     a schedule that is no faster, the simplest first. Raises ConfigError where nothing fits, with the smallest peak that
     can be reached.
     """
-    fixed = [_Candidate(made, predict_step(costs, made), name) for name, made in modes.assignments(costs)]
+    fixed = _fixed(costs)
     least = _smallest(costs)
     if not least.prediction.fits(budget_bytes, costs.host_limit_bytes):
         raise ConfigError(_nothing_fits(costs, least.prediction, budget_bytes))
@@ -35,11 +36,34 @@ def solve(costs: StepCosts, budget_bytes: int) -> Plan:
         states, within_ms = found.states, found.within_ms
         if found.assignment is not None:
             best = _Candidate(found.assignment, predict_step(costs, found.assignment))
+    return _plan(costs, budget_bytes, best, fixed, states, within_ms)
+
+
+def fixed_plans(costs: StepCosts, budget_bytes: int) -> list[Plan]:
+    """Each fixed setting that fits, as a plan; the quickest by prediction first."""
+    fixed = _fixed(costs)
+    fitting = [candidate for candidate in fixed if candidate.prediction.fits(budget_bytes, costs.host_limit_bytes)]
+    fitting.sort(key=lambda candidate: candidate.prediction.step_ms)
+    return [_plan(costs, budget_bytes, candidate, fixed) for candidate in fitting]
+
+
+def _fixed(costs: StepCosts) -> list["_Candidate"]:
+    return [_Candidate(made, predict_step(costs, made), name) for name, made in modes.assignments(costs)]
+
+
+def _plan(
+    costs: StepCosts,
+    budget_bytes: int,
+    chosen: "_Candidate",
+    fixed: Sequence["_Candidate"],
+    states: int = 0,
+    within_ms: float = 0.0,
+) -> Plan:
     return Plan(
         budget_bytes,
-        schedule_of(best.assignment),
-        best.prediction,
-        best.name,
+        schedule_of(chosen.assignment),
+        chosen.prediction,
+        chosen.name,
         tuple(_alternative(candidate) for candidate in fixed),
         costs.host_limit_bytes,
         costs.source,

@@ -70,3 +70,29 @@ def test_the_first_plan_is_not_run_again_where_it_is_far_behind(
     scripted = Scripted(lambda schedule: 0.9 * predicted_ms)
     assert scripted.run(planner).schedule != first
     assert scripted.ran.count(first) == 1
+
+
+def test_a_fixed_setting_stays_where_it_turns_out_to_be_the_quickest(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowtide.auto.measuring._NOT_FAR", 100.0)  # it is predicted to be far behind
+    predicted_ms = planner.plan(careful=True).prediction.step_ms
+
+    def fixed(schedule: Schedule) -> bool:
+        return all(len(set(stack.words)) == 1 for stack in schedule.stacks.values())
+
+    scripted = Scripted(lambda schedule: 0.5 * predicted_ms if fixed(schedule) else predicted_ms)
+    plan = scripted.run(planner)
+    assert fixed(plan.schedule) and plan.mode is not None
+    assert plan.prediction.peak_bytes <= planner.budget_bytes
+
+
+@pytest.mark.parametrize(("not_far", "expected"), [(100.0, 2), (-2.0, 0)])
+def test_of_fixed_settings_the_two_nearest_are_tried(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, not_far: float, expected: int
+) -> None:
+    monkeypatch.setattr("lowtide.auto.measuring._NOT_FAR", not_far)
+    predicted_ms = planner.plan(careful=True).prediction.step_ms
+    with caplog.at_level("INFO", logger="lowtide"):
+        Scripted(lambda schedule: predicted_ms).run(planner)
+    assert sum("one setting for all blocks" in message for message in caplog.messages) == expected

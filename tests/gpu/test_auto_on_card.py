@@ -15,7 +15,7 @@ from lowtide.bench.synthetic import Synthetic
 from lowtide.plan.costs import MEASURED
 
 DEPTH, WIDTH, HEADS, TOKENS = 12, 1024, 8, 16384
-MOST_STEPS = 30
+MOST_STEPS = 40
 WITHIN = 0.02
 GIB = 2**30
 
