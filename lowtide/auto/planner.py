@@ -297,9 +297,10 @@ def _check_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
 
 
 def _uncut(kind: BlockKind) -> BlockKind:
-    """Without what reaches into a block: compiled code would be cut there, and compiled anew for each treatment."""
+    """Without what reaches into a block: compiled code would be cut there, and compiled anew for each treatment. Its
+    backward reads all that it saved at once."""
     whole = (cost for cost in kind.treatments if cost.treatment in (KEPT, WHOLE) and ATTENTION not in cost.moves)
-    return replace(kind, treatments=tuple(whole))
+    return replace(kind, treatments=tuple(replace(cost, relief_bytes=0) for cost in whole))
 
 
 def _named(bound: inspect.BoundArguments) -> dict[str, Any]:

@@ -234,3 +234,18 @@ def test_the_peak_of_a_step_is_held_to_what_lay_there_when_it_began() -> None:
     peak_bytes = plan.prediction.highest.peak_bytes
     planner.learn_peak(plan.schedule, Probed({}, {}, 1.0, peak_bytes + 11, peak_bytes + 12))
     assert measured.costs.resident_bytes == meter.allocated_bytes + planner._shared_bytes + 11
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_of_compiled_blocks_all_that_is_in_flight_needs_room(compiled: bool) -> None:
+    """Their backward reads at once what they saved."""
+    row = families.find("sd3_medium")
+    model = build_model(row, "tiny")
+    if compiled:
+        for block in model.transformer_blocks:
+            block.compile(backend="eager")
+    planner = Planner(model, row.stacks, torch.device("cpu"), 2**40, 1, can_move=True)
+    planner.forecast((), build_inputs(row.tiny, torch.float32))
+    assert planner.costs is not None
+    reliefs = {cost.relief_bytes for kind in planner.costs.kinds.values() for cost in kind.treatments}
+    assert (reliefs == {0}) == compiled
