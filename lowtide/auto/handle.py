@@ -149,6 +149,8 @@ class AutoHandle(Attachment):
         seen, size = self._stop_probe(), self._sizes.of(args, kwargs)
         if self._planner is not None and self._planner.ran_out():
             self.note_out_of_memory()
+        if self._planner is not None and self._planner.gradients_add_up():
+            self._largest = (0, 0)
         largest = (max(size[0], self._largest[0]), max(size[1], self._largest[1]))
         if largest != self._largest:
             if self._planner is not None and any(now > then for now, then in zip(largest, self._failed, strict=True)):

@@ -9,6 +9,8 @@ from torch import nn
 from lowtide.measure.meter import Meter
 from lowtide.measure.residents import residents
 
+_SAMPLE = 4
+
 
 class Lying:
     """Of one model. meter: of its device; without one, what a forecast says.
@@ -21,6 +23,8 @@ class Lying:
         self._model = model
         self._meter = meter
         self._expected = residents(model, inputs)
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        self._sample = trained[:: max(1, len(trained) // _SAMPLE)]
         self._ran = False
         self._failures = 0 if meter is None else meter.failures()
 
@@ -35,6 +39,10 @@ class Lying:
             return self._expected.total_bytes
         workspace, self._ran = 0 if self._ran else self._expected.workspace_bytes, True
         return self._meter.allocated() + self._missing_gradients() + workspace
+
+    def has_gradients(self) -> bool:
+        """Whether gradients of an earlier backward lie there, by some of the weights: it is asked before every step."""
+        return any(weight.grad is not None for weight in self._sample)
 
     def to_come_bytes(self) -> int:
         """What the first update will put there: states of the optimizer, as AdamW has them."""

@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -23,6 +23,7 @@ from lowtide.measure.forecast import forecast
 from lowtide.measure.meta_copy import casting_as, on_meta, shapes_of
 from lowtide.measure.meter import meter_of
 from lowtide.measure.probe import Probed
+from lowtide.measure.residents import block_gradients
 from lowtide.plan.answer import Plan
 from lowtide.plan.assignment import assignment_of, schedule_of
 from lowtide.plan.costs import BlockKind, StepCosts
@@ -73,6 +74,10 @@ class Planner:
     _error_bytes: int = 0
     _corrected: Schedule | None = None
     _slower_ms_per_byte: float = 0.0
+    _gradients: Mapping[str, int] = field(default_factory=dict)  # of one block, by kind
+    _begins_without: bool = False  # gradients, the step at hand
+    _began_without: bool = False
+    _adds_up: bool = False  # gradients of several backwards
 
     def forecast(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Costs of a step with these arguments of the model's forward, from their shapes.
@@ -84,20 +89,37 @@ class Planner:
         _check_arguments(args, kwargs)
         self._lying = self._lying or Lying(self.model, bound.arguments, meter_of(self.device))
         self.spare_bytes = max(self.spare_bytes, self._lying.reserved_bytes)
-        self._now_bytes = self._lying.now_bytes()
+        self._now_bytes, self._begins_without = self._lying.now_bytes(), not self._lying.has_gradients()
         try:
             with _random_states_kept():
                 self.costs = self._traced(_named(bound), self._now_bytes)
         except ConfigError as error:
             raise ConfigError(f"auto cannot plan for this model: {error}. Choose a backend by name instead.") from error
         self._shared_bytes = self.costs.resident_bytes - self._now_bytes
+        self._gradients = block_gradients(self.model, resolve(self.model, self.rows), self.costs.stacks)
+        self.costs = self.costs.with_gradients(self._late_gradients)
         self._error_bytes, self._corrected, self._slower_ms_per_byte = 0, None, 0.0
 
     def begin_step(self) -> None:
         """Before each further step that is planned or watched: see what lies on the device by now."""
         assert self._lying is not None
         self._before_bytes, self._now_bytes = self._now_bytes, self._lying.now_bytes()
+        self._began_without, self._begins_without = self._begins_without, not self._lying.has_gradients()
         self._settle()
+
+    def gradients_add_up(self) -> bool:
+        """Before every step: whether gradients lie there for the first time. Plans may have counted on their room."""
+        if self._adds_up or self._lying is None or not self._lying.has_gradients():
+            return False
+        self._adds_up = True
+        return any(self.costs.gradient_bytes.values()) if self.costs is not None else False
+
+    @property
+    def _late_gradients(self) -> Mapping[str, int]:
+        """Those whose room is free until backward makes them, of which can be sure who has seen an update, and no step
+        that began with gradients."""
+        sure = self._lying is not None and self._lying.updated and self._begins_without and not self._adds_up
+        return self._gradients if sure else {}
 
     def note_update(self) -> None:
         """The optimizer has updated the model."""
@@ -151,7 +173,8 @@ class Planner:
         if probed is None or not probed.memory:
             return
         memory = {block: (one.kept_bytes, one.working_bytes) for block, one in probed.memory.items()}
-        seen = list(bytes_of(self._known, assignment_of(self._known, schedule), memory))
+        costs = self._known.with_gradients(self._gradients if self._began_without else {})
+        seen = list(bytes_of(costs, assignment_of(costs, schedule), memory))
         self.costs = with_bytes(self._known, seen)
 
     def learn_peak(self, schedule: Schedule, probed: Probed | None) -> None:
@@ -165,6 +188,7 @@ class Planner:
             return
         lying_bytes = max(0, self._before_bytes + self._shared_bytes)
         costs = replace(self._known, resident_bytes=lying_bytes, in_flight_share=1.0)
+        costs = costs.with_gradients(self._gradients if self._began_without else {})
         highest = predict_step(costs, assignment_of(costs, schedule)).highest
         error_bytes = probed.peak_bytes - highest.peak_bytes
         self._error_bytes = max(error_bytes, self._error_bytes) if schedule == self._corrected else error_bytes
@@ -178,7 +202,8 @@ class Planner:
 
     def _settle(self) -> None:
         """What lies there throughout further steps."""
-        self.costs = replace(self._known, resident_bytes=self._lying_bytes(max(0, self._error_bytes)))
+        costs = replace(self._known, resident_bytes=self._lying_bytes(max(0, self._error_bytes)))
+        self.costs = costs.with_gradients(self._late_gradients)
 
     def _lying_bytes(self, error_bytes: int) -> int:
         assert self._lying is not None

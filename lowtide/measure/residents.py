@@ -1,6 +1,6 @@
 """What lies on the device throughout a step, whatever becomes of activations."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lowtide.runtime.flatten import tensors_of
+from lowtide.runtime.resolve import ResolvedStack
 
 STATE_BYTES: Mapping[str, float] = {
     "adamw": 8,
@@ -72,6 +73,30 @@ def residents(
     mean, given = trained * ema, _bytes_of(list(tensors_of(inputs)))
     reserved = int((weights + trained + states + mean + given) * _RESERVED_SHARE)
     return Residents(weights, trained, states, mean, given, _WORKSPACE_BYTES, reserved)
+
+
+def block_gradients(
+    model: nn.Module, stacks: Sequence[ResolvedStack], kinds: Mapping[str, Sequence[str]]
+) -> dict[str, int]:
+    """Bytes of the gradients that the backward of one block makes, by kind; the least of its blocks.
+
+    kinds: of every block, by stack (``StepCosts.stacks``). What is used outside of the blocks, too, counts for none,
+    and what several blocks use for the last of them.
+    """
+    within = {id(module) for stack in stacks for _, block in stack.blocks for module in block.modules()}
+    seen = {
+        id(weight)
+        for module in model.modules()
+        if id(module) not in within
+        for weight in module.parameters(recurse=False)
+    }
+    found: dict[str, list[int]] = {}
+    for stack in reversed(stacks):
+        for (_, block), kind in reversed(list(zip(stack.blocks, kinds[stack.name], strict=True))):
+            own = [weight for weight in block.parameters() if weight.requires_grad and id(weight) not in seen]
+            seen |= {id(weight) for weight in own}
+            found.setdefault(kind, []).append(sum(weight.nbytes for weight in own))
+    return {kind: min(sizes) for kind, sizes in found.items()}
 
 
 def _bytes_of(tensors: list[torch.Tensor]) -> int:

@@ -29,7 +29,7 @@ class BlockFigures:
     cpu_bytes: what waits in CPU memory instead. copied_bytes: copied out, and back; None: the same.
     working_bytes: the most that their forward or their backward has on the device above ``kept_bytes``: what is
         recomputed, what has come back, gradients on the way.
-    relief_bytes: see TreatmentCost.
+    relief_bytes, gradient_bytes: see TreatmentCost.
     """
 
     forward_ms: float
@@ -39,6 +39,7 @@ class BlockFigures:
     working_bytes: int = 0
     copied_bytes: int | None = None
     relief_bytes: int = 0
+    gradient_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class TreatmentCost:
     relief_bytes: what its backward is through with when it comes to the attention side. Until then no copies for other
         blocks lie beside it: what was brought back is its own, which it reads there. What moves nothing has such a
         relief only where it runs last, and wakes the way back there.
+    gradient_bytes: of its weights' gradients that are among the residents, but not there until its backward makes them.
     """
 
     treatment: str
@@ -62,6 +64,7 @@ class TreatmentCost:
     working_bytes: int = 0
     copied_bytes: int = 0
     relief_bytes: int = 0
+    gradient_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.treatment not in TREATMENTS:
@@ -88,6 +91,16 @@ class TreatmentCost:
     @property
     def extra_ms(self) -> float:
         return self.extra_forward_ms + self.extra_backward_ms
+
+    @property
+    def net_bytes(self) -> int:
+        """What it keeps, less the gradients that have their room among the residents already: may be negative."""
+        return self.kept_bytes - self.gradient_bytes
+
+    @property
+    def at_work_bytes(self) -> int:
+        """Its working set, and the gradients that its backward makes."""
+        return self.working_bytes + self.gradient_bytes
 
     def in_flight(self, all_bytes: int, last: bool) -> int:
         """Of all the bytes in flight, those that need room beside its working set. last: it is what runs last."""
@@ -118,6 +131,11 @@ class BlockKind:
     def plain(self) -> TreatmentCost:
         return self.by_way[PLAIN]
 
+    def with_gradients(self, gradient_bytes: int) -> "BlockKind":
+        """gradient_bytes: of one block."""
+        costs = (replace(cost, gradient_bytes=cost.blocks * gradient_bytes) for cost in self.treatments)
+        return replace(self, treatments=tuple(costs))
+
     @classmethod
     def from_figures(cls, figures: Mapping[Way, BlockFigures]) -> "BlockKind":
         """From the figures of each way, that of PLAIN among them.
@@ -142,6 +160,7 @@ def _cost_of(way: Way, treated: BlockFigures, plain: BlockFigures) -> TreatmentC
         working_bytes=treated.working_bytes,
         copied_bytes=treated.cpu_bytes if treated.copied_bytes is None else treated.copied_bytes,
         relief_bytes=treated.relief_bytes,
+        gradient_bytes=treated.gradient_bytes,
     )
 
 
@@ -178,8 +197,8 @@ class StepCosts:
     """All that a plan depends on.
 
     kinds: the kinds of block by name. stacks: the kind of every block, by stack, in the order of their calls.
-    resident_bytes: on the device throughout backward, whatever the plan: weights, gradients, optimizer states, EMA,
-        what the code outside of the blocks saved and what blocks share, the allocator's overhead.
+    resident_bytes: on the device throughout backward, or at its end at least, whatever the plan: weights, gradients,
+        optimizer states, EMA, what the code outside of the blocks saved, what blocks share, the allocator's overhead.
     elsewhere_bytes: the peak outside of the blocks (the loss, the optimizer's step, an encoder): no plan lowers it.
     other_ms: time of a step outside of the blocks.
     link: None: nothing can move. host_limit_bytes: how much may wait in CPU memory; None: no limit.
@@ -220,6 +239,17 @@ class StepCosts:
     def in_flight(self, bound_bytes: int) -> int:
         """What counts of the bytes that may be in flight."""
         return bound_bytes - round((1 - self.in_flight_share) * min(bound_bytes, self.in_flight_known_bytes))
+
+    @property
+    def gradient_bytes(self) -> Mapping[str, int]:
+        """Of one block, by kind."""
+        return {name: kind.plain.gradient_bytes for name, kind in self.kinds.items()}
+
+    def with_gradients(self, of_kinds: Mapping[str, int]) -> "StepCosts":
+        """With so many bytes of gradients, by kind, that are not there before the backward of a block. None where they
+        lie there throughout, as when they add up over several backwards."""
+        kinds = {name: kind.with_gradients(of_kinds.get(name, 0)) for name, kind in self.kinds.items()}
+        return replace(self, kinds=kinds)
 
     def calibrated(self, predicted_peak_bytes: int, measured_peak_bytes: int) -> "StepCosts":
         """With the error of one prediction put down to the residents."""

@@ -137,7 +137,7 @@ def _placed(costs: StepCosts, relaxed: Relaxed, counts: Sequence[int]) -> Assign
         crowded = any(cost.moves and net_out_ms(costs, run, cost) > 0 for cost in treatments)
         room = Room(relaxed.limits.room_bytes, relaxed.limits.in_flight_bytes, held_bytes)
         ordered = placed(treatments, room, spread=crowded, last=last)
-        held_bytes += sum(cost.kept_bytes for cost in ordered)
+        held_bytes += sum(cost.net_bytes for cost in ordered)
         found[run.stack] = (*found[run.stack], *ordered)
     return found
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lowtide.plan.costs import TreatmentCost
-from lowtide.plan.ways import working_beside
+from lowtide.plan.ways import best_first, working_beside
 
 
 class Room(NamedTuple):
@@ -20,13 +20,13 @@ class Room(NamedTuple):
 def placed(treatments: Sequence[TreatmentCost], room: Room, *, spread: bool, last: bool) -> list[TreatmentCost]:
     """The treatments of one run in the order of the forward.
 
-    Falling working sets have the lowest peak (plan.search). spread: what is copied is spread as evenly as the room
+    One order has the lowest peak (plan.search). spread: what is copied is spread as evenly as the room
     allows: a block that copies more than fits beside its own computation makes the step wait, even where its neighbours
     copy nothing. A treatment may then stand later, as long as those that remain still fit in that order.
 
     last: nothing runs after it, so the one at its end must not move anything.
     """
-    remaining = _Remaining(sorted(treatments, key=lambda cost: _working_first(cost, room)), room)
+    remaining = _Remaining(sorted(treatments, key=lambda cost: _in_order(cost, room)), room)
     blocks = sum(cost.blocks for cost in treatments)
     average_bytes = sum(cost.copied_bytes for cost in treatments) / blocks
     found: list[TreatmentCost] = []
@@ -42,19 +42,19 @@ def placed(treatments: Sequence[TreatmentCost], room: Room, *, spread: bool, las
     return found[::-1]
 
 
-def _working_first(cost: TreatmentCost, room: Room) -> tuple[int, int, str]:
-    return -working_beside(cost, room.in_flight_bytes, last=False), cost.kept_bytes, cost.word
+def _in_order(cost: TreatmentCost, room: Room) -> tuple[tuple[int, int, int], str]:
+    return best_first(cost.net_bytes, working_beside(cost, room.in_flight_bytes, last=False)), cost.word
 
 
 @dataclass
 class _Remaining:
-    """Treatments that have no place yet, by falling working sets."""
+    """Treatments that have no place yet, in the best order."""
 
     treatments: list[TreatmentCost]
     room: Room
 
     def at_the_end(self, staying: bool) -> list[TreatmentCost]:
-        """Those that may be the last of them, the one with the smallest working set first.
+        """Those that may be the last of them, the one that is last in the best order first.
 
         staying: of those that move nothing.
         """
@@ -70,7 +70,7 @@ class _Remaining:
         order.remove(end)
         held_bytes = self.room.held_bytes
         for place, cost in enumerate((*order, end)):
-            held_bytes += cost.kept_bytes
+            held_bytes += cost.net_bytes
             last = runs_last and place == len(order)
             if held_bytes + working_beside(cost, self.room.in_flight_bytes, last) > self.room.all_bytes:
                 return False

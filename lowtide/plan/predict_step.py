@@ -5,6 +5,9 @@ in the forward keep is on the device, and what came after is gone::
 
     peak = residents + kept, up to and with this one + its working set + copies in flight
 
+Where weights have no gradients before backward makes them, those of the treatments that it has yet to come to take off
+their room among the residents (``TreatmentCost.gradient_bytes``).
+
 Copies in flight are about as many bytes as the largest treatment of the step copies: so much may be on its way out in
 forward, and so much is brought back ahead in backward (``Schedule.in_flight_bytes``, ``prefetch_bytes``). They count at
 every position, less what its backward is through with by the time they come (``TreatmentCost.relief_bytes``).
@@ -31,7 +34,8 @@ from lowtide.plan.costs import Run, StepCosts, TreatmentCost
 class Position:
     """Backward at one treatment. stack, first, blocks: its blocks. word: the treatment and what of it moves.
 
-    held_bytes: residents, and what this treatment and those before it in the forward keep.
+    held_bytes: residents, and what this treatment and those before it in the forward keep, less the gradients that are
+    not there yet. working_bytes: with the gradients that it makes.
     """
 
     stack: str
@@ -101,7 +105,7 @@ def predict_step(costs: StepCosts, assignment: Assignment) -> StepPrediction:
         ),
         cpu_bytes=sum(cost.cpu_bytes for cost in chosen),
         copied_bytes=sum(cost.copied_bytes for cost in chosen),
-        elsewhere_bytes=costs.elsewhere_bytes,
+        elsewhere_bytes=max(costs.elsewhere_bytes, costs.resident_bytes),
         positions=tuple(_positions(costs, assignment, costs.in_flight(in_flight)))[::-1],
     )
 
@@ -111,9 +115,9 @@ def _positions(costs: StepCosts, assignment: Assignment, in_flight_bytes: int) -
     for stack in costs.stacks:
         first = 0
         for number, cost in enumerate(assignment[stack], 1):
-            held_bytes += cost.kept_bytes
+            held_bytes += cost.net_bytes
             beside_bytes = cost.in_flight(in_flight_bytes, last=stack == end and number == len(assignment[stack]))
-            yield Position(stack, first, cost.blocks, cost.word, held_bytes, cost.working_bytes, beside_bytes)
+            yield Position(stack, first, cost.blocks, cost.word, held_bytes, cost.at_work_bytes, beside_bytes)
             first += cost.blocks
 
 

@@ -46,7 +46,7 @@ class Relaxed:
 
     @cached_property
     def choices(self) -> tuple[Choice, ...]:
-        """The columns of the program that stand for blocks. In each run by falling working set, what runs last last."""
+        """The columns of the program that stand for blocks. In each run in the best order, what runs last last."""
         return tuple(
             Choice(number, way, last)
             for number, run in enumerate(self.runs)
@@ -105,35 +105,48 @@ class Relaxed:
     def crowded(self, values: Mapping[int, float]) -> tuple[dict[int, float], float] | None:
         """What is held and worked on at the choice where an answer has the most too much of it; None: nowhere.
 
-        A choice and those before it in its run have a working set of at least its own, if a block has any of them. So
+        A choice and those that ``_need_as_much`` have a working set of at least its own, if a block has any of them. So
         that working set counts by the share of the blocks that have one, which is never too much.
         """
-        most, found, held, shares = _CLOSE, None, 0.0, [0.0] * len(self.runs)
+        most, found, held = _CLOSE, None, 0.0
         for column, (number, way, last) in enumerate(self.choices):
-            value = values.get(column, 0.0)
-            if not last:
-                held += value * way.kept / self._room_bytes
-                shares[number] += value * way.blocks / self.runs[number].depth
-                excess = held + shares[number] * way.working / self._room_bytes - 1
-                if excess > most:
-                    most, found = excess, column
+            if last:
+                continue
+            held += values.get(column, 0.0) * way.kept / self._room_bytes
+            share = sum(values.get(other, 0.0) * self.choices[other].way.blocks for other in self._need_as_much[column])
+            excess = held + share / self.runs[number].depth * way.working / self._room_bytes - 1
+            if excess > most:
+                most, found = excess, column
         return None if found is None else self._shared(found)
+
+    @cached_property
+    def _need_as_much(self) -> Sequence[Sequence[int]]:
+        """By column, the choices up to it of its run whose working set is no smaller."""
+        return [
+            [
+                other
+                for other, (number, way, last) in enumerate(self.choices[: column + 1])
+                if not last and number == chosen.run and way.working >= chosen.way.working
+            ]
+            for column, chosen in enumerate(self.choices)
+        ]
 
     def _shared(self, column: int) -> tuple[dict[int, float], float]:
         number, way, _ = self.choices[column]
         taken, _ = self.up_to(column)
         share = way.working / self._room_bytes / self.runs[number].depth
-        for other in taken:
-            if self.choices[other].run == number:
-                taken[other] += share * self.choices[other].way.blocks
+        for other in self._need_as_much[column]:
+            taken[other] += share * self.choices[other].way.blocks
         return taken, 1.0
 
     def first_beyond(self, counts: Sequence[int]) -> int | None:
         """The first choice that does not fit in what those before it leave, of so many of each."""
         held = 0
         for column, (choice, count) in enumerate(zip(self.choices, counts, strict=True)):
+            worst = count if choice.way.kept > 0 else 1  # the last of them, or the first
+            most = held + worst * choice.way.kept
             held += count * choice.way.kept
-            if count and held + choice.way.working > self.limits.room_bytes:
+            if count and most + choice.way.working > self.limits.room_bytes:
                 return column
         return None
 

@@ -75,7 +75,7 @@ def bytes_of(
 ) -> Iterator[Bytes]:
     """What a step under ``assignment`` says. memory: kept and working bytes of each block, by stack and index."""
     for kind, cost, (kept_bytes, working_bytes) in _alone(costs, assignment, memory):
-        error_bytes = working_bytes - cost.working_bytes
+        error_bytes = working_bytes - cost.at_work_bytes
         yield Bytes(kind, cost.treatment, None if cost.moves else kept_bytes, error_bytes)
 
 

@@ -8,7 +8,10 @@ before both. Only the two positions themselves change::
 
 If w_a >= w_b, the first line is at most K + k_a + k_b + w_a, which the second line has as well. So the order of falling
 working sets has the lowest peak of all orders: blocks that are recomputed come first, where little is held yet when
-backward needs their working set, and the last blocks, freed first, are kept. All bytes in flight
+backward needs their working set, and the last blocks, freed first, are kept. (Where blocks have gradients that are not
+there before their backward, these are taken off what is kept, so that k may be negative. Such blocks come before the
+others, by rising k + w: backward comes to them when least is held. The rule is Johnson's of 1954, for two machines.)
+All bytes in flight
 count as many at all positions, where what needs no room beside a working set is taken off that one (``plan.ways``), and
 time does not depend on the order within a run (``plan.predict_step``), so this order loses nothing: in each run only
 *how many* blocks have which treatment is left to choose. What runs last must not move anything, which the swap must

@@ -11,8 +11,8 @@ from lowtide.plan.predict_step import exposed_back_ms, net_out_ms
 class Way(NamedTuple):
     """One treatment. ms: time added, waits for what comes back included. kept, working, cpu: bytes.
 
-    working: without room for all that is in flight, which programs take from the budget beforehand; so it is less where
-    not all of it needs room. out_ms: copies out less computation in forward.
+    kept: see TreatmentCost.net_bytes. working: without room for all that is in flight, which programs take from the
+    budget beforehand; so it is less where not all of it needs room. out_ms: copies out less computation in forward.
     """
 
     cost: TreatmentCost
@@ -25,7 +25,7 @@ class Way(NamedTuple):
 
 
 class RunWays(NamedTuple):
-    """depth: blocks of the run. ways: by falling working set. last_ways: what may run last; only of the last run."""
+    """depth: blocks of the run. ways: in the best order. last_ways: what may run last; only of the last run."""
 
     depth: int
     ways: tuple[Way, ...]
@@ -49,7 +49,9 @@ def _ways_of(costs: StepCosts, run: Run, least_bytes: int, most_bytes: int) -> R
         and (costs.link or not cost.moves)
     ]
     crowd = _Crowd(costs, run, costs.in_flight(least_bytes), most_bytes > 0)
-    ways = sorted(_useful([crowd.way(cost, last=False) for cost in able]), key=lambda way: (-way.working, way.kept))
+    ways = sorted(
+        _useful([crowd.way(cost, last=False) for cost in able]), key=lambda way: best_first(way.kept, way.working)
+    )
     staying = [crowd.way(cost, last=True) for cost in able if not cost.moves] if run is costs.runs[-1] else []
     return RunWays(run.depth, tuple(ways), tuple(_useful(staying)))
 
@@ -66,12 +68,17 @@ class _Crowd(NamedTuple):
         ms = cost.extra_ms + exposed_back_ms(self.costs, self.run, cost)
         out_ms = net_out_ms(self.costs, self.run, cost) if self.moves else 0.0
         working = working_beside(cost, self.in_flight_bytes, last)
-        return Way(cost, cost.blocks, ms, cost.kept_bytes, working, out_ms, cost.cpu_bytes)
+        return Way(cost, cost.blocks, ms, cost.net_bytes, working, out_ms, cost.cpu_bytes)
 
 
 def working_beside(cost: TreatmentCost, in_flight_bytes: int, last: bool) -> int:
     """The working set, where so many bytes in flight have room already."""
-    return cost.working_bytes + cost.in_flight(in_flight_bytes, last) - in_flight_bytes
+    return cost.at_work_bytes + cost.in_flight(in_flight_bytes, last) - in_flight_bytes
+
+
+def best_first(kept: int, working: int) -> tuple[int, int, int]:
+    """The order in which treatments of a run have the lowest peak: plan.search says why."""
+    return (0, kept + working, kept) if kept < 0 else (1, -working, kept)
 
 
 def _useful(ways: Sequence[Way]) -> Iterator[Way]:

@@ -21,7 +21,7 @@ from lowtide.plan.costs import FORECAST, MEASURED
 from lowtide.plan.schedule import KEPT
 from tests.auto.models import STEPS, attached, budget_for, dropping, peaks
 from tests.contract.conftest import EVERY_MODE
-from tests.runtime.toys import assert_equal, step
+from tests.runtime.toys import Block, Chain, assert_equal, step
 
 pytestmark = pytest.mark.usefixtures("offload")
 
@@ -265,3 +265,31 @@ def test_blocks_that_are_called_past_the_model_are_told() -> None:
         assert "auto plans when Chain is called, and only its blocks have been" in warning
         step(model, lambda: model(x))
         assert handle.receipt().warnings == ()
+
+
+def test_a_run_whose_gradients_add_up_is_planned_for_with_all_of_them_there() -> None:
+    """And one whose updates clear them with the room that they leave, until they do not."""
+    torch.manual_seed(0)
+    model, x = Chain([Block(64) for _ in range(8)]), torch.randn(512, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def counts_on_their_room(handle: AutoHandle) -> bool:
+        assert handle._planner is not None and handle._planner.costs is not None
+        return any(handle._planner.costs.gradient_bytes.values())
+
+    with attached(model, budget_for(model, x)) as handle:
+        for _ in range(STEPS):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert handle.settled and counts_on_their_room(handle)
+        model(x).square().mean().backward()
+        assert handle.settled
+        once = [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+        model(x).square().mean().backward()  # adds to them
+        assert not handle.settled and not counts_on_their_room(handle)
+        for weight, first in zip(model.parameters(), once, strict=True):
+            assert weight.grad is not None and torch.equal(weight.grad, first + first)
+        for _ in range(STEPS):
+            model(x).square().mean().backward()
+        assert handle.settled and not counts_on_their_room(handle)

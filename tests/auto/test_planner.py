@@ -11,18 +11,19 @@ from lowtide import families
 from lowtide.auto.lying import Lying
 from lowtide.auto.planner import Planner
 from lowtide.controls import CheckpointConfig
+from lowtide.families.row import Stack
 from lowtide.handle import attach_as
 from lowtide.measure.build import build_model
 from lowtide.measure.inputs import build_inputs
 from lowtide.measure.parity import loss_of
 from lowtide.measure.probe import Probed, StepProbe
-from lowtide.measure.residents import residents
+from lowtide.measure.residents import block_gradients, residents
 from lowtide.plan.assignment import assignment_of
 from lowtide.plan.costs import StepCosts
 from lowtide.plan.predict_step import predict_step
 from lowtide.plan.schedule import Schedule
 from lowtide.plan.solve import smallest_peak, solve
-from lowtide.runtime.resolve import resolve
+from lowtide.runtime.resolve import ResolvedStack, resolve
 from tests.measure.metering import CountingMeter
 
 CPU = torch.device("cpu")
@@ -40,8 +41,9 @@ class Measured:
         self.resident_bytes = residents(self.model, self.inputs).total_bytes
         self.planner = Planner(self.model, self.row.stacks, CPU, 2**40, 1, can_move)
         self.planner.forecast((), self.inputs)
-        self.planner.begin_step()
-        self.step()  # gradients are there from now on
+        self.step()
+        for _ in range(2):  # gradients are there from now on
+            self.planner.begin_step()
 
     @property
     def costs(self) -> StepCosts:
@@ -249,3 +251,40 @@ def test_of_compiled_blocks_all_that_is_in_flight_needs_room(compiled: bool) -> 
     assert planner.costs is not None
     reliefs = {cost.relief_bytes for kind in planner.costs.kinds.values() for cost in kind.treatments}
     assert (reliefs == {0}) == compiled
+
+
+def test_only_where_updates_clear_gradients_their_room_counts_as_free() -> None:
+    measured = Measured("sd3_medium")
+    planner, model = measured.planner, measured.model
+    trained = list(model.parameters())
+
+    def begins(with_gradients: bool) -> bool:
+        """A step. Returns whether plans count on the room of gradients."""
+        for weight in trained:
+            weight.grad = torch.zeros_like(weight) if with_gradients else None
+        planner.begin_step()
+        return any(measured.costs.gradient_bytes.values())
+
+    assert not begins(False)  # no update was seen: this may be the first of several backwards
+    planner.note_update()
+    assert not planner.gradients_add_up()
+    assert begins(False)
+    assert smallest_peak(measured.costs).elsewhere_bytes == measured.costs.resident_bytes
+    for weight in trained:
+        weight.grad = torch.zeros_like(weight)
+    assert planner.gradients_add_up()  # and plans are made anew
+    assert not planner.gradients_add_up()
+    assert not begins(True) and not begins(False)
+
+
+def test_a_weight_of_several_blocks_has_its_gradient_from_the_last_and_one_used_elsewhere_has_it_before() -> None:
+    inner, other = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    blocks = [nn.Sequential(nn.Linear(4, 4), more) for more in (inner, inner, nn.Linear(4, 4, bias=False), other)]
+    head = nn.Linear(4, 4)
+    head.weight = other.weight
+    model = nn.ModuleDict({"blocks": nn.ModuleList(blocks), "head": head})
+    named = [(f"blocks.{place}", block) for place, block in enumerate(blocks)]
+    stack = ResolvedStack("blocks", named, Stack("blocks", ("blocks.*",)), found=True)
+    found = block_gradients(model, [stack], {stack.name: ("a", "b", "c", "d")})
+    own = 4 * (16 + 4)
+    assert found == {"a": own, "b": own + 64, "c": own + 64, "d": own}

@@ -36,7 +36,7 @@ class Training:
 @pytest.fixture
 def training() -> Iterator[Training]:
     torch.manual_seed(0)
-    model = Synthetic(DEPTH, WIDTH, HEADS).to("cuda", torch.bfloat16)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Synthetic(DEPTH, WIDTH, HEADS)).to("cuda", torch.bfloat16)
     yield Training(model, torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True))
     gc.collect()
     torch.cuda.empty_cache()

@@ -28,6 +28,7 @@ LINK = LinkRates(1e3 / 2**30 / BYTE_MS, 1e3 / 2**30 / BYTE_MS / 2)
 
 _sizes = st.integers(0, 40)
 _reliefs = st.sampled_from((0, 0, 3, 30))
+_gradients = st.sampled_from((0, 0, 0, 5, 30))
 _times = st.integers(0, 8).map(float)
 
 
@@ -45,7 +46,8 @@ def treatments(draw: st.DrawFn, way: tuple[str, tuple[str, ...], int]) -> Treatm
 def kinds(draw: st.DrawFn) -> BlockKind:
     ways = draw(st.lists(st.sampled_from(WAYS), unique=True, max_size=4))
     plain = TreatmentCost(KEPT, kept_bytes=draw(_sizes), working_bytes=draw(_sizes), relief_bytes=draw(_reliefs))
-    return BlockKind(draw(_times), draw(_times), (plain, *(draw(treatments(way)) for way in ways)))
+    kind = BlockKind(draw(_times), draw(_times), (plain, *(draw(treatments(way)) for way in ways)))
+    return kind.with_gradients(draw(_gradients))
 
 
 @st.composite

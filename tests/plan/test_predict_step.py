@@ -74,6 +74,20 @@ def test_bytes_in_flight_need_no_room_of_what_backward_is_through_with_when_they
     assert all(p.peak_bytes == p.held_bytes + p.working_bytes + p.in_flight_bytes for p in made.positions)
 
 
+def test_gradients_that_backward_has_yet_to_make_leave_their_room_to_what_is_kept() -> None:
+    """They are among the residents; at the end, and in an update, all of them are there."""
+    costs = _costs(WHOLE_2).with_gradients({"b": 7})
+    kind = costs.kinds["b"]
+    assert [cost.gradient_bytes for cost in kind.treatments] == [7, 14]
+    plain, pair = kind.treatments
+    made = predict_step(costs, {"s": (pair, plain, plain)})
+    assert [p.held_bytes for p in made.positions] == [100 + 2 + 20 - 28, 100 + 2 + 10 - 21, 100 + 2 - 14]
+    assert [p.working_bytes for p in made.positions] == [2 + 7, 2 + 7, 21 + 14]
+    assert made.peak_bytes == 123
+    assert predict_step(costs, {"s": (plain,) * 4}).peak_bytes == 100 + 40 + 2 - 28 + 7
+    assert made.elsewhere_bytes == costs.resident_bytes
+
+
 def test_there_is_no_relief_beyond_the_working_set() -> None:
     moving = replace(_moving(20), relief_bytes=15)
     made = _predict(_costs(moving), moving, *_ways() * 3)
