@@ -103,7 +103,7 @@ def _may_be_quicker(planner: Planner, plan: Plan, tried: list[tuple[float, Plan]
     """Whether a plan is another one than those, and by what is known now not far behind."""
     if any(plan.schedule == other.schedule for _, other in tried):
         return False
-    quickest_ms = min((step_ms for step_ms, _ in tried), default=0.0)  # none: it stays in any case
+    quickest_ms = min((step_ms for step_ms, _ in tried), default=math.inf)
     return planner.as_it_ran(plan).prediction.step_ms <= (1 + _NOT_FAR) * quickest_ms
 
 

@@ -12,6 +12,7 @@ from lowtide.measure.build import build_model
 from lowtide.measure.inputs import build_inputs
 from lowtide.measure.probe import Probed
 from lowtide.plan.answer import Plan
+from lowtide.plan.costs import MEASURED
 from lowtide.plan.schedule import Schedule
 from lowtide.plan.solve import smallest_peak, solve
 
@@ -96,3 +97,16 @@ def test_of_fixed_settings_the_two_nearest_are_tried(
     with caplog.at_level("INFO", logger="lowtide"):
         Scripted(lambda schedule: predicted_ms).run(planner)
     assert sum("one setting for all blocks" in message for message in caplog.messages) == expected
+
+
+def test_a_first_plan_beside_which_nothing_fits_is_measured_too(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowtide.auto.measuring._candidate", lambda *_: None)
+    monkeypatch.setattr(planner, "fixed_plans", list)
+    first = planner.plan(careful=True)
+    scripted = Scripted(lambda schedule: 1234.0)
+    stays = scripted.run(planner)
+    assert stays.schedule == first.schedule and stays.source == MEASURED
+    assert scripted.ran.count(first.schedule) == 3
+    assert stays.prediction.step_ms == pytest.approx(1234.0)
