@@ -25,7 +25,7 @@ from lowtide.measure.meter import meter_of
 from lowtide.measure.probe import Probed
 from lowtide.measure.residents import block_gradients
 from lowtide.plan.answer import Plan
-from lowtide.plan.assignment import assignment_of, schedule_of
+from lowtide.plan.assignment import assignment_of, in_flight_bytes, schedule_of
 from lowtide.plan.costs import BlockKind, StepCosts
 from lowtide.plan.predict_step import predict_step
 from lowtide.plan.sampling import bytes_of, corrected, samples_of, sampling, with_bytes, with_copies_taking
@@ -182,18 +182,25 @@ class Planner:
         accumulated gradients some need more than others), and what was reserved beyond it.
 
         Less than predicted: copies were not in flight where backward needed the most, which may hold for as many bytes
-        of other schedules, and for no more. More: so may others.
+        of other schedules, and for no more. More: where these were to need less room than all of them, that was wrong
+        (attention sides may need as much as feed-forward sides); what is left of the error may others need, too.
         """
         if probed is None or probed.peak_bytes is None or probed.reserved_bytes is None:
             return
         lying_bytes = max(0, self._before_bytes + self._shared_bytes)
         costs = replace(self._known, resident_bytes=lying_bytes, in_flight_share=1.0)
         costs = costs.with_gradients(self._gradients if self._began_without else {})
-        highest = predict_step(costs, assignment_of(costs, schedule)).highest
+        assignment = assignment_of(costs, schedule)
+        highest = predict_step(costs, assignment).highest
         error_bytes = probed.peak_bytes - highest.peak_bytes
         self._error_bytes = max(error_bytes, self._error_bytes) if schedule == self._corrected else error_bytes
         self._corrected = schedule
-        if highest.in_flight_bytes:
+        relief_bytes = in_flight_bytes(assignment) - highest.in_flight_bytes
+        if relief_bytes > 0 and self._error_bytes > 0:
+            missing_bytes = min(relief_bytes, self._error_bytes)
+            self.costs = self._known.with_relief(1 - missing_bytes / relief_bytes)
+            self._error_bytes -= missing_bytes
+        elif highest.in_flight_bytes:
             share = min(1.0, max(0.0, 1 + self._error_bytes / highest.in_flight_bytes))
             self.costs = replace(self._known, in_flight_share=share, in_flight_known_bytes=highest.in_flight_bytes)
         most_bytes = max(_MOST_SPARE_BYTES, int(_MOST_SPARE * self.budget_bytes))

@@ -136,6 +136,10 @@ class BlockKind:
         costs = (replace(cost, gradient_bytes=cost.blocks * gradient_bytes) for cost in self.treatments)
         return replace(self, treatments=tuple(costs))
 
+    def with_relief(self, share: float) -> "BlockKind":
+        costs = (replace(cost, relief_bytes=int(share * cost.relief_bytes)) for cost in self.treatments)
+        return replace(self, treatments=tuple(costs))
+
     @classmethod
     def from_figures(cls, figures: Mapping[Way, BlockFigures]) -> "BlockKind":
         """From the figures of each way, that of PLAIN among them.
@@ -249,6 +253,11 @@ class StepCosts:
         """With so many bytes of gradients, by kind, that are not there before the backward of a block. None where they
         lie there throughout, as when they add up over several backwards."""
         kinds = {name: kind.with_gradients(of_kinds.get(name, 0)) for name, kind in self.kinds.items()}
+        return replace(self, kinds=kinds)
+
+    def with_relief(self, share: float) -> "StepCosts":
+        """With so much of every relief."""
+        kinds = {name: kind.with_relief(share) for name, kind in self.kinds.items()}
         return replace(self, kinds=kinds)
 
     def calibrated(self, predicted_peak_bytes: int, measured_peak_bytes: int) -> "StepCosts":
