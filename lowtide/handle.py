@@ -69,7 +69,8 @@ class Handle(Attachment):
         units = list(units_of(stacks, schedule, self._ledger, config.scope))
         self._modules = {name: module for name, module, _ in units}
         intercepted = [(module, unit) for _, module, unit in units]
-        self._tracer = Tracer(intercepted, self._ledger, providers(), self._store, entry_points())
+        depth = None if in_turn is None else in_turn.depth
+        self._tracer = Tracer(intercepted, self._ledger, providers(), self._store, entry_points(), depth)
         self._interceptor = self._tracer if in_turn is None else in_turn.routes.to(self._tracer)
         intercept(self._modules.items(), self._interceptor)
 

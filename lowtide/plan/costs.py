@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
-from lowtide.plan.schedule import IN_SEGMENTS, KEPT, MOVES, TREATMENTS, word_of
+from lowtide.plan.schedule import IN_SEGMENTS, KEPT, MOVES, TREATMENTS, reaches_in, word_of
 
 MEASURED, FORECAST = "measured", "forecast"
 """Where the figures come from."""
@@ -50,7 +50,7 @@ class TreatmentCost:
     whole. The bytes are those of ``BlockFigures``, of all the blocks together.
     relief_bytes: what its backward is through with when it comes to the attention side. Until then no copies for other
         blocks lie beside it: what was brought back is its own, which it reads there. What moves nothing has such a
-        relief only where it runs last, and wakes the way back there.
+        relief only where it runs last, and wakes the way back there: where the schedule reaches into blocks.
     gradient_bytes: of its weights' gradients that are among the residents, but not there until its backward makes them.
     """
 
@@ -102,9 +102,14 @@ class TreatmentCost:
         """Its working set, and the gradients that its backward makes."""
         return self.working_bytes + self.gradient_bytes
 
-    def in_flight(self, all_bytes: int, last: bool) -> int:
-        """Of all the bytes in flight, those that need room beside its working set. last: it is what runs last."""
-        relief_bytes = min(self.relief_bytes, self.working_bytes) if self.moves or last else 0
+    @property
+    def reaches_in(self) -> bool:
+        return reaches_in(self.treatment, self.moves)
+
+    def in_flight(self, all_bytes: int, wakes: bool) -> int:
+        """Of all bytes in flight, those that need room beside its working set. wakes: it runs last, and wakes the way
+        back at its attention."""
+        relief_bytes = min(self.relief_bytes, self.working_bytes) if self.moves or wakes else 0
         return max(0, all_bytes - relief_bytes)
 
 

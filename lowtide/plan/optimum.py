@@ -4,6 +4,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 from lowtide.plan.assignment import Assignment, in_flight_bytes_for
@@ -11,7 +12,7 @@ from lowtide.plan.costs import StepCosts, TreatmentCost
 from lowtide.plan.fewest import fewest_bytes, lowest_peak
 from lowtide.plan.linear import Tableau
 from lowtide.plan.place import Room, placed
-from lowtide.plan.predict_step import lane_out, net_out_ms
+from lowtide.plan.predict_step import lane_out, net_out_ms, predict_step
 from lowtide.plan.relaxed import Limits, Relaxed
 from lowtide.plan.search import MOST_WORK, Search
 from lowtide.plan.ways import RunWays, ways_of_runs
@@ -39,30 +40,48 @@ def quickest(costs: StepCosts, budget_bytes: int, best_ms: float, most_work: int
     """
     search = Search(best_ms, most_work)
 
-    def bounded(least_bytes: int, most_bytes: int) -> tuple[float, tuple[Relaxed, Tableau] | None]:
-        relaxed = _relaxed(costs, budget_bytes, least_bytes, most_bytes)
+    def bounded(reaches_in: bool, least_bytes: int, most_bytes: int) -> tuple[float, tuple[Relaxed, Tableau] | None]:
+        relaxed = _relaxed(costs, budget_bytes, least_bytes, most_bytes, reaches_in)
         if lowest_peak(relaxed.runs, None) > relaxed.limits.room_bytes:
             return math.inf, None
         tableau = search.solved(relaxed)
         return tableau.least, (relaxed, tableau)
 
-    sizes = _BestFirst(_in_flight_sizes(costs), bounded)
-    while not search.stopped and min(sizes.bound, search.least_ms) < search.to_beat_ms:
-        if search.least_ms <= sizes.bound:
+    sizes = _in_flight_sizes(costs)
+    parts = [_BestFirst(sizes, partial(bounded, reaches_in)) for reaches_in in (False, True)[: 1 + _may_wake(costs)]]
+    while not search.stopped:
+        part = min(parts, key=lambda part: part.bound)
+        if min(part.bound, search.least_ms) >= search.to_beat_ms:
+            break
+        if search.least_ms <= part.bound:
             search.follow()
-        elif (found := sizes.next()) is not None:
+        elif (found := part.next()) is not None:
             search.add(*found)
-    least_ms = min(sizes.bound, search.least_ms)
+    least_ms = min(search.least_ms, *(part.bound for part in parts))
     within_ms = max(0.0, search.best_ms - least_ms) if least_ms < search.to_beat_ms else 0.0
     return Optimum(None if search.best is None else _placed(costs, *search.best), search.states, within_ms)
 
 
+def _may_wake(costs: StepCosts) -> bool:
+    """Whether it matters if blocks are reached into: what runs last needs less room beside it then."""
+    ways = [cost for kinds in costs.kinds.values() for cost in kinds.treatments]
+    last = costs.kinds[costs.runs[-1].kind].treatments
+    relieved = any(cost.relief_bytes for cost in last if not cost.moves)
+    return costs.link is not None and relieved and any(cost.reaches_in for cost in ways)
+
+
 def smallest(costs: StepCosts) -> Assignment:
-    """The assignment with the lowest peak of all."""
+    """The assignment with the lowest peak of all. (Where what runs last has a relief, so far as the one with the lowest
+    peak under it reaches into blocks, which it is not made to.)"""
+    found = [_smallest(costs, reaches_in) for reaches_in in (False, True)[: 1 + _may_wake(costs)]]
+    return min(found, key=lambda assignment: predict_step(costs, assignment).peak_bytes)
+
+
+def _smallest(costs: StepCosts, reaches_in: bool) -> Assignment:
     limit_bytes = _binding_host_limit(costs)
 
     def bounded(least_bytes: int, most_bytes: int) -> tuple[float, tuple[RunWays, ...]]:
-        runs = ways_of_runs(costs, least_bytes, most_bytes)
+        runs = ways_of_runs(costs, least_bytes, most_bytes, reaches_in)
         return costs.in_flight(least_bytes) + lowest_peak(runs, limit_bytes), runs
 
     sizes, runs = _BestFirst(_in_flight_sizes(costs), bounded), None
@@ -72,13 +91,15 @@ def smallest(costs: StepCosts) -> Assignment:
     return {name: tuple(_taken(chosen, len(kinds))) for name, kinds in costs.stacks.items()}
 
 
-def _relaxed(costs: StepCosts, budget_bytes: int, least_bytes: int, most_bytes: int) -> Relaxed:
+def _relaxed(costs: StepCosts, budget_bytes: int, least_bytes: int, most_bytes: int, reaches_in: bool) -> Relaxed:
     """For bytes in flight between two values: where they differ, it may promise too much."""
     lane = lane_out(costs, most_bytes)
     in_flight_bytes = costs.in_flight(least_bytes)
     room_bytes = budget_bytes - costs.resident_bytes - in_flight_bytes
-    limits = Limits(room_bytes, in_flight_bytes, _binding_host_limit(costs), lane.left_ms, lane.bound_ms)
-    return Relaxed(ways_of_runs(costs, least_bytes, most_bytes), limits)
+    copied_bytes = most_bytes if least_bytes == most_bytes else 0
+    lanes = lane.left_ms, lane.bound_ms
+    limits = Limits(room_bytes, in_flight_bytes, _binding_host_limit(costs), *lanes, reaches_in, copied_bytes)
+    return Relaxed(ways_of_runs(costs, least_bytes, most_bytes, reaches_in), limits)
 
 
 class _BestFirst(Generic[Found]):
@@ -135,7 +156,8 @@ def _placed(costs: StepCosts, relaxed: Relaxed, counts: Sequence[int]) -> Assign
     for run in costs.runs:
         treatments, last = _taken(chosen, run.depth), run is costs.runs[-1]
         crowded = any(cost.moves and net_out_ms(costs, run, cost) > 0 for cost in treatments)
-        room = Room(relaxed.limits.room_bytes, relaxed.limits.in_flight_bytes, held_bytes)
+        limits = relaxed.limits
+        room = Room(limits.room_bytes, limits.in_flight_bytes, held_bytes, limits.reaches_in)
         ordered = placed(treatments, room, spread=crowded, last=last)
         held_bytes += sum(cost.net_bytes for cost in ordered)
         found[run.stack] = (*found[run.stack], *ordered)

@@ -10,11 +10,12 @@ from lowtide.plan.ways import best_first, working_beside
 
 class Room(NamedTuple):
     """all_bytes: for all that the run and those before it hold, and its working sets; beside in_flight_bytes.
-    held_bytes: by those before it."""
+    held_bytes: by those before it. reaches_in: see ways.ways_of_runs."""
 
     all_bytes: int
     in_flight_bytes: int
     held_bytes: int
+    reaches_in: bool
 
 
 def placed(treatments: Sequence[TreatmentCost], room: Room, *, spread: bool, last: bool) -> list[TreatmentCost]:
@@ -43,7 +44,7 @@ def placed(treatments: Sequence[TreatmentCost], room: Room, *, spread: bool, las
 
 
 def _in_order(cost: TreatmentCost, room: Room) -> tuple[tuple[int, int, int], str]:
-    return best_first(cost.net_bytes, working_beside(cost, room.in_flight_bytes, last=False)), cost.word
+    return best_first(cost.net_bytes, working_beside(cost, room.in_flight_bytes)), cost.word
 
 
 @dataclass
@@ -71,7 +72,7 @@ class _Remaining:
         held_bytes = self.room.held_bytes
         for place, cost in enumerate((*order, end)):
             held_bytes += cost.net_bytes
-            last = runs_last and place == len(order)
-            if held_bytes + working_beside(cost, self.room.in_flight_bytes, last) > self.room.all_bytes:
+            wakes = self.room.reaches_in and runs_last and place == len(order)
+            if held_bytes + working_beside(cost, self.room.in_flight_bytes, wakes) > self.room.all_bytes:
                 return False
         return True

@@ -112,11 +112,13 @@ def predict_step(costs: StepCosts, assignment: Assignment) -> StepPrediction:
 
 def _positions(costs: StepCosts, assignment: Assignment, in_flight_bytes: int) -> Iterator[Position]:
     held_bytes, end = costs.resident_bytes, costs.runs[-1].stack
+    reaches_in = any(cost.reaches_in for chosen in assignment.values() for cost in chosen)
     for stack in costs.stacks:
         first = 0
         for number, cost in enumerate(assignment[stack], 1):
             held_bytes += cost.net_bytes
-            beside_bytes = cost.in_flight(in_flight_bytes, last=stack == end and number == len(assignment[stack]))
+            wakes = reaches_in and stack == end and number == len(assignment[stack])
+            beside_bytes = cost.in_flight(in_flight_bytes, wakes)
             yield Position(stack, first, cost.blocks, cost.word, held_bytes, cost.at_work_bytes, beside_bytes)
             first += cost.blocks
 

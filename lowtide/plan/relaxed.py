@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from lowtide.plan.assignment import in_flight_bytes_for
 from lowtide.plan.linear import Program
 from lowtide.plan.ways import RunWays, Way
 
@@ -23,20 +24,23 @@ class Choice(NamedTuple):
 class Limits:
     """room_bytes: the budget, less residents and in_flight_bytes. cpu_bytes: how much may wait in CPU memory; None: no
     limit. start_ms: copies left at the beginning (``predict_step.lane_out``). bound_ms: what may be left from run to
-    run."""
+    run. reaches_in: some block has to be reached into. copied_bytes: some block has to copy so much that this many
+    bytes may be in flight; 0: none has to."""
 
     room_bytes: int
     in_flight_bytes: int
     cpu_bytes: int | None
     start_ms: float
     bound_ms: float
+    reaches_in: bool = False
+    copied_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Relaxed:
     """Rows of the program, of n runs: the blocks of each; what is held at the end of each, the smallest working set
-    included; its copies; bytes in CPU memory; what runs last; copies left from each run but the last to the next.
-    Bytes are in parts of their limits.
+    included; its copies; bytes in CPU memory; what runs last; copies left from each run but the last to the next; what
+    is demanded of some block. Bytes are in parts of their limits.
 
     Working sets in the midst of a run are limited only where a choice is known to be made (``up_to``).
     """
@@ -75,7 +79,21 @@ class Relaxed:
             1.0,
             *[limits.bound_ms] * (count - 1),
         ]
+        for demanded in self._demands:
+            for column in demanded:
+                columns[column][len(rows)] = -1.0
+            rows.append(-1.0)
         return Program(costs, columns, rows, frozenset((*range(count), 3 * count + 1)))
+
+    @cached_property
+    def _demands(self) -> Sequence[Sequence[int]]:
+        """Of each at least one has to be chosen."""
+        reaching, size = self.limits.reaches_in, self.limits.copied_bytes
+        ways = [choice.way.cost for choice in self.choices]
+        return [
+            *([[n for n, cost in enumerate(ways) if cost.reaches_in]] if reaching else []),
+            *([[n for n, cost in enumerate(ways) if in_flight_bytes_for(cost.copied_bytes) == size]] if size else []),
+        ]
 
     @property
     def _room_bytes(self) -> int:
@@ -154,7 +172,9 @@ class Relaxed:
         """Exactly, where the program is right but for rounding."""
         waiting = sum(count * choice.way.cpu for choice, count in zip(self.choices, counts, strict=True))
         limit_bytes = self.limits.cpu_bytes
-        return self.first_beyond(counts) is None and (limit_bytes is None or waiting <= limit_bytes)
+        able = limit_bytes is None or waiting <= limit_bytes
+        met = all(any(counts[column] for column in demanded) for demanded in self._demands)
+        return able and met and self.first_beyond(counts) is None
 
     def without(self, columns: Set[int]) -> "Relaxed":
         """The same without some choices."""

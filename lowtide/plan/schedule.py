@@ -126,6 +126,17 @@ class Schedule:
     def moves_anything(self) -> bool:
         return any(moves for stack in self.stacks.values() for moves in stack.moves)
 
+    @property
+    def reaches_in(self) -> bool:
+        """Whether blocks are treated side by side: then they are not compiled as they are."""
+        ways = (way for stack in self.stacks.values() for way in zip(stack.treatments, stack.moves, strict=True))
+        return any(reaches_in(*way) for way in ways)
+
+
+def reaches_in(treatment: str, moves: frozenset[str]) -> bool:
+    """Whether a block that is treated so is intercepted at its sides, and not only as a whole."""
+    return treatment == FFN or (treatment == KEPT and ATTENTION in moves)
+
 
 def word_of(treatment: str, moves: Iterable[str]) -> str:
     """A treatment, and what of the block waits in CPU memory, as ``mixed`` takes it."""

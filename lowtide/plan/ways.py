@@ -32,15 +32,16 @@ class RunWays(NamedTuple):
     last_ways: tuple[Way, ...]
 
 
-def ways_of_runs(costs: StepCosts, least_bytes: int, most_bytes: int) -> tuple[RunWays, ...]:
+def ways_of_runs(costs: StepCosts, least_bytes: int, most_bytes: int, reaches_in: bool = False) -> tuple[RunWays, ...]:
     """Every choice that copies at most ``most_bytes`` at once, without those that others make useless.
 
-    least_bytes: how much may be in flight at least.
+    least_bytes: how much may be in flight at least. reaches_in: some block is reached into, so what runs last wakes the
+    way back at its attention.
     """
-    return tuple(_ways_of(costs, run, least_bytes, most_bytes) for run in costs.runs)
+    return tuple(_ways_of(costs, run, least_bytes, most_bytes, reaches_in) for run in costs.runs)
 
 
-def _ways_of(costs: StepCosts, run: Run, least_bytes: int, most_bytes: int) -> RunWays:
+def _ways_of(costs: StepCosts, run: Run, least_bytes: int, most_bytes: int, reaches_in: bool) -> RunWays:
     able = [
         cost
         for cost in costs.kinds[run.kind].treatments
@@ -49,10 +50,17 @@ def _ways_of(costs: StepCosts, run: Run, least_bytes: int, most_bytes: int) -> R
         and (costs.link or not cost.moves)
     ]
     crowd = _Crowd(costs, run, costs.in_flight(least_bytes), most_bytes > 0)
-    ways = sorted(
-        _useful([crowd.way(cost, last=False) for cost in able]), key=lambda way: best_first(way.kept, way.working)
-    )
-    staying = [crowd.way(cost, last=True) for cost in able if not cost.moves] if run is costs.runs[-1] else []
+
+    def demanded(way: Way) -> tuple[bool, bool]:
+        """What else a choice may be made for: so that blocks are reached into, or so much may be in flight."""
+        return reaches_in and way.cost.reaches_in, in_flight_bytes_for(way.cost.copied_bytes) == most_bytes
+
+    groups: dict[tuple[bool, bool], list[Way]] = {}
+    for way in (crowd.way(cost, wakes=False) for cost in able):
+        groups.setdefault(demanded(way), []).append(way)
+    useful = (way for group in groups.values() for way in _useful(group))
+    ways = sorted(useful, key=lambda way: best_first(way.kept, way.working))
+    staying = [crowd.way(cost, reaches_in) for cost in able if not cost.moves] if run is costs.runs[-1] else []
     return RunWays(run.depth, tuple(ways), tuple(_useful(staying)))
 
 
@@ -64,16 +72,16 @@ class _Crowd(NamedTuple):
     in_flight_bytes: int
     moves: bool
 
-    def way(self, cost: TreatmentCost, last: bool) -> Way:
+    def way(self, cost: TreatmentCost, wakes: bool) -> Way:
         ms = cost.extra_ms + exposed_back_ms(self.costs, self.run, cost)
         out_ms = net_out_ms(self.costs, self.run, cost) if self.moves else 0.0
-        working = working_beside(cost, self.in_flight_bytes, last)
+        working = working_beside(cost, self.in_flight_bytes, wakes)
         return Way(cost, cost.blocks, ms, cost.net_bytes, working, out_ms, cost.cpu_bytes)
 
 
-def working_beside(cost: TreatmentCost, in_flight_bytes: int, last: bool) -> int:
+def working_beside(cost: TreatmentCost, in_flight_bytes: int, wakes: bool = False) -> int:
     """The working set, where so many bytes in flight have room already."""
-    return cost.at_work_bytes + cost.in_flight(in_flight_bytes, last) - in_flight_bytes
+    return cost.at_work_bytes + cost.in_flight(in_flight_bytes, wakes) - in_flight_bytes
 
 
 def best_first(kept: int, working: int) -> tuple[int, int, int]:

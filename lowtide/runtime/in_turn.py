@@ -4,18 +4,21 @@ from dataclasses import dataclass, field
 
 from lowtide.runtime.link import accelerator_or_simulated
 from lowtide.runtime.pool import Pool, pool_for
+from lowtide.runtime.segment import Depth
 from lowtide.runtime.swap import Routes
 
 
 @dataclass
 class InTurn:
-    """Generated classes, so that what was compiled for them stays valid; and pinned memory, which takes long to get.
+    """Generated classes, so that what was compiled for them stays valid; pinned memory, which takes long to get; how
+    deep a thread is in calls of theirs: one replays a graph of its own while another is attached.
 
     max_sizes: see ``Pool``.
     """
 
     max_sizes: int
     routes: Routes = field(default_factory=Routes)
+    depth: Depth = field(default_factory=Depth)
     _pool: Pool | None = None
 
     def pool(self) -> Pool:

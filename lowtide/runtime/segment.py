@@ -150,13 +150,28 @@ class Call:
             self.kernels.finish(self.drops)
 
 
-class Nesting(threading.local):
-    """How deep this thread is inside recorded or replayed calls of one handle: blocks called there are part of them."""
+class Depth(threading.local):
+    """How deep this thread is inside recorded or replayed calls."""
 
-    def __init__(self) -> None:
-        self.depth = 0
-        self.outside: tuple[Any] | None = None  # in a kept block under hooks of ours: the hooks outside of these
+    value = 0
+
+
+class Nesting(threading.local):
+    """Where this thread is in one handle's calls. depth: inside of those that are recorded or replayed: blocks called
+    there are part of them, also for handles that follow on the same model while graphs of this one are alive."""
+
+    def __init__(self, depth: Depth | None = None) -> None:
+        self._depth = Depth() if depth is None else depth
+        self.outside: tuple[Any, Any] | None = None  # in a kept block under hooks of ours: those outside, and ours
         self.open: dict[Any, weakref.ref[Segment]] = {}
+
+    @property
+    def depth(self) -> int:
+        return self._depth.value
+
+    @depth.setter
+    def depth(self, value: int) -> None:
+        self._depth.value = value
 
 
 class Segment:

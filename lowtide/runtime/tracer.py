@@ -24,7 +24,7 @@ from lowtide.runtime.entry_points import EntryPoint
 from lowtide.runtime.flatten import Leaves, OpaqueArgument, flatten_call
 from lowtide.runtime.ledger import Ledger
 from lowtide.runtime.placeholder import Hold, Packed, packs_outside
-from lowtide.runtime.segment import Call, Nesting, Segment
+from lowtide.runtime.segment import Call, Depth, Nesting, Segment
 from lowtide.runtime.selective import KernelLog
 from lowtide.runtime.store import Store
 from lowtide.runtime.unit import MOVED, WAKES, Unit
@@ -40,6 +40,7 @@ class Tracer:
         providers: Sequence[Provider],
         store: Store | None = None,
         entry_points: Sequence[EntryPoint] = (),
+        depth: Depth | None = None,
     ) -> None:
         self.store = store
         self.entry_points = entry_points
@@ -47,7 +48,7 @@ class Tracer:
         self.ledger = ledger
         self.context = Context(providers)
         self.accelerator = accelerator()
-        self.nesting = Nesting()
+        self.nesting = Nesting(depth)
         self.active = True
 
     def run(
@@ -134,9 +135,10 @@ class Tracer:
         return self.store.move_later
 
     def _others_pack(self) -> bool:
-        """Rule 23: hooks outside, of a checkpoint too, see the boundaries, now and when they replay."""
-        outside = self.nesting.outside
-        return (packs_outside() if outside is None else outside[0]) is not None
+        """Rule 23: hooks outside, of a checkpoint too, see the boundaries, now and when they replay. So do those that
+        somebody has put inside a block."""
+        here, known = packs_outside(), self.nesting.outside
+        return (known[0] if known is not None and here is known[1] else here) is not None
 
     def _kernel_log(self, unit: Unit) -> KernelLog:
         store = None if self._others_pack() else self.store
@@ -253,11 +255,12 @@ class Tracer:
     ) -> Any:
         if hooks is None:
             return original(module, *args, **kwargs)
-        before = self.nesting.outside
-        if before is None:
-            self.nesting.outside = (packs_outside(),)
+        before, outside = self.nesting.outside, packs_outside()
+        if before is not None and outside is before[1]:
+            outside = before[0]
         try:
             with hooks:
+                self.nesting.outside = outside, packs_outside()
                 return original(module, *args, **kwargs)
         finally:
             self.nesting.outside = before

@@ -70,7 +70,7 @@ def units_of(
             record = ledger.add(name, stack.name, index, KEPT if bare else treatment, reason)
             unit = _block_unit(block, record, stack, plan, index)
             if index in ends:
-                unit.wakes = _waking(stack, block, treatment)
+                unit.wakes = _waking(stack, block, treatment, schedule.reaches_in)
             unit.settles = stack is stacks[-1] and index == plan.depth - 1
             yield name, block, unit
             for number, chain in enumerate(chains):
@@ -88,12 +88,14 @@ def movable(stack: ResolvedStack, block: nn.Module, treatment: str) -> frozenset
     return MOVES[treatment] if stack.attention_sides(block) else MOVES[treatment] - {ATTENTION}
 
 
-def _waking(stack: ResolvedStack, block: nn.Module, treatment: str) -> str:
+def _waking(stack: ResolvedStack, block: nn.Module, treatment: str, reaches_in: bool) -> str:
     """What of the block that runs last tells, as backward reads it, that the rest is wanted soon. At its attention more
-    of its own memory is free again than at its end; but a block that is compiled is not reached into."""
+    of its own memory is free again than at its end; but where no other block is reached into, it is not either, since
+    blocks may be compiled."""
     if treatment in IN_SEGMENTS:
         return BOUNDARY
-    return ATTENTION if stack.attention_sides(block) and block._compiled_call_impl is None else SAVED
+    attends = bool(stack.attention_sides(block)) and block._compiled_call_impl is None
+    return ATTENTION if reaches_in and attends else SAVED
 
 
 def _chain_units(

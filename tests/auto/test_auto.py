@@ -16,7 +16,7 @@ from lowtide.errors import ConfigError
 from lowtide.families import Family
 from lowtide.measure.build import build_model
 from lowtide.measure.inputs import build_inputs
-from lowtide.measure.parity import compare, run_step
+from lowtide.measure.parity import compare, fresh, loss_of, run_step
 from lowtide.plan.costs import FORECAST, MEASURED
 from lowtide.plan.schedule import KEPT
 from tests.auto.models import STEPS, attached, budget_for, dropping, peaks
@@ -293,3 +293,31 @@ def test_a_run_whose_gradients_add_up_is_planned_for_with_all_of_them_there() ->
         for _ in range(STEPS):
             model(x).square().mean().backward()
         assert handle.settled and not counts_on_their_room(handle)
+
+
+@pytest.mark.parametrize("key", ["flux1", "sd3_medium"])
+@pytest.mark.parametrize("together", [True, False])
+def test_several_forwards_before_a_backward(key: str, together: bool) -> None:
+    """The schedule changes while the graph of the first forward is alive, and is replayed under the next one."""
+    row = families.find(key)
+    model = build_model(row, "tiny").train(row.train_mode)
+    inputs = build_inputs(row.tiny, torch.float32)
+
+    def gradients() -> list[torch.Tensor | None]:
+        model.zero_grad()
+        losses = [loss_of(model(**fresh(inputs))) * factor for factor in (1.0, -0.25)]
+        for loss in [losses[0] + losses[1]] if together else losses:
+            loss.backward()
+        return [weight.grad for weight in model.parameters()]
+
+    plain = gradients()
+    least, most = peaks(model, row.stacks, **inputs)
+    schedules = set()
+    for share in (0.05, 0.3, 0.6):
+        with attached(model, int(least + share * (most - least))) as handle:
+            for _ in range(STEPS // 2 + 1):
+                for found, expected in zip(gradients(), plain, strict=True):
+                    assert (found is None) == (expected is None)
+                    assert found is None or expected is None or torch.equal(found, expected)
+                schedules.add(str(handle.schedule))
+    assert len(schedules) > 3

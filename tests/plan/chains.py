@@ -38,14 +38,14 @@ def treatments(draw: st.DrawFn, way: tuple[str, tuple[str, ...], int]) -> Treatm
     cpu_bytes = draw(_sizes) if moves else 0
     copied_bytes = cpu_bytes + (draw(st.integers(0, 5)) if moves else 0)
     extra_ms = draw(_times), draw(_times)
-    sizes = draw(_sizes), cpu_bytes, draw(_sizes), copied_bytes, draw(_reliefs)
+    sizes = draw(_sizes), cpu_bytes, draw(_sizes), copied_bytes, draw(_reliefs) if moves else 0
     return TreatmentCost(treatment, frozenset(moves), blocks, *extra_ms, *sizes)
 
 
 @st.composite
 def kinds(draw: st.DrawFn) -> BlockKind:
     ways = draw(st.lists(st.sampled_from(WAYS), unique=True, max_size=4))
-    plain = TreatmentCost(KEPT, kept_bytes=draw(_sizes), working_bytes=draw(_sizes), relief_bytes=draw(_reliefs))
+    plain = TreatmentCost(KEPT, kept_bytes=draw(_sizes), working_bytes=draw(_sizes))
     kind = BlockKind(draw(_times), draw(_times), (plain, *(draw(treatments(way)) for way in ways)))
     return kind.with_gradients(draw(_gradients))
 
@@ -67,6 +67,24 @@ def steps(draw: st.DrawFn, most_blocks: int = 6) -> StepCosts:
         in_flight_share=draw(st.sampled_from((1.0, 1.0, 0.6, 0.0))),
         in_flight_known_bytes=draw(st.sampled_from((10, 1000))),
     )
+
+
+@st.composite
+def relieved_steps(draw: st.DrawFn) -> StepCosts:
+    """Steps in which what runs last needs less room beside it where some block is reached into."""
+    costs = replace(draw(steps(5)), link=LINK)
+    reliefs = {name: draw(_reliefs) for name in costs.kinds}
+    kinds = {
+        name: replace(
+            kind,
+            treatments=tuple(
+                cost if cost.moves or cost.blocks > 1 else replace(cost, relief_bytes=reliefs[name])
+                for cost in kind.treatments
+            ),
+        )
+        for name, kind in costs.kinds.items()
+    }
+    return replace(costs, kinds=kinds)
 
 
 @st.composite

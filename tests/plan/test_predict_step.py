@@ -67,11 +67,13 @@ def test_bytes_in_flight_count_at_every_position() -> None:
 def test_bytes_in_flight_need_no_room_of_what_backward_is_through_with_when_they_come() -> None:
     """Of what moves, and of what runs last; of other blocks that stay, all is still there."""
     plain, moving = replace(_ways()[0], relief_bytes=1), replace(_moving(3), relief_bytes=2)
+    attention = replace(moving, moves=frozenset({ATTENTION}))
     costs = _costs(moving)
-    costs = replace(costs, kinds={"b": replace(costs.kinds["b"], treatments=(plain, moving))})
-    made = _predict(costs, moving, plain, moving, plain)
-    assert [p.in_flight_bytes for p in made.positions] == [2, 1, 3, 1]
-    assert all(p.peak_bytes == p.held_bytes + p.working_bytes + p.in_flight_bytes for p in made.positions)
+    costs = replace(costs, kinds={"b": replace(costs.kinds["b"], treatments=(plain, moving, attention))})
+    reaching, not_reaching = _predict(costs, attention, plain, moving, plain), _predict(costs, *[moving, plain] * 2)
+    assert [p.in_flight_bytes for p in reaching.positions] == [2, 1, 3, 1]
+    assert [p.in_flight_bytes for p in not_reaching.positions] == [3, 1, 3, 1]  # it wakes as soon as it is reached
+    assert all(p.peak_bytes == p.held_bytes + p.working_bytes + p.in_flight_bytes for p in reaching.positions)
 
 
 def test_gradients_that_backward_has_yet_to_make_leave_their_room_to_what_is_kept() -> None:

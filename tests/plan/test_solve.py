@@ -16,7 +16,7 @@ from lowtide.plan.optimum import quickest
 from lowtide.plan.predict_step import predict_step
 from lowtide.plan.schedule import ATTENTION, BOUNDARY, FFN, KEPT, SAVED, SELECTIVE, WHOLE
 from lowtide.plan.solve import smallest_peak, solve
-from tests.plan.chains import LINK, every_assignment, limited_steps, most_waiting, steps
+from tests.plan.chains import LINK, every_assignment, limited_steps, most_waiting, relieved_steps, steps
 
 MIB = 2**20
 
@@ -67,6 +67,21 @@ def test_it_is_the_best_of_all_that_cpu_memory_allows(costs: StepCosts, share: f
     assert found.within_ms == 0 and found.assignment is not None
     made = predict_step(costs, found.assignment)
     assert made.peak_bytes <= budget_bytes and made.cpu_bytes <= (costs.host_limit_bytes or 0)
+    assert made.added_ms == pytest.approx(best_ms, rel=1e-6, abs=1e-6)
+
+
+@settings(deadline=None, max_examples=200)
+@given(relieved_steps(), st.floats(0, 1))
+def test_it_is_the_best_where_what_runs_last_has_a_relief(costs: StepCosts, share: float) -> None:
+    every = [prediction for _, prediction in every_assignment(costs)]
+    least, most = smallest_peak(costs).peak_bytes, max(made.peak_bytes for made in every)
+    assert least >= min(made.peak_bytes for made in every)
+    budget_bytes = int(least + share * (most - least))
+    found = quickest(costs, budget_bytes, 1e9)
+    best_ms = min(made.added_ms for made in every if made.peak_bytes <= budget_bytes)
+    assert found.within_ms == 0 and found.assignment is not None
+    made = predict_step(costs, found.assignment)
+    assert made.peak_bytes <= budget_bytes
     assert made.added_ms == pytest.approx(best_ms, rel=1e-6, abs=1e-6)
 
 

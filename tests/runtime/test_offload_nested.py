@@ -211,3 +211,65 @@ def test_a_wrong_schedule_is_one_error_that_says_what_is_allowed(message: str) -
 
 def test_moving_one_word_is_not_taken_for_its_letters() -> None:
     assert whole_blocks(2).moving("boundary") == whole_blocks(2).moving(["boundary"])
+
+
+class Sides(nn.Module):
+    """Attention and feed-forward side, with saved tensors before, between and after them; all of 32 x 32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.mlp = Doubled(torch.tanh), Doubled(F.gelu)
+
+    def both(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * torch.sigmoid(x)
+        x = x + self.attn(x)
+        x = torch.sin(x) * x
+        return x + self.mlp(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.both(x)
+
+
+class Doubled(nn.Module):
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.between = nn.Linear(32, 32), nn.Linear(32, 32), between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.between(self.up(x)))
+
+
+class CheckpointInside(Sides):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch_checkpoint(self.both, x, use_reentrant=False)
+
+
+class LowtideInside(Sides):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return lowtide.checkpoint(self.both, x)
+
+
+@pytest.mark.parametrize("last", [CheckpointInside, LowtideInside])
+@pytest.mark.parametrize("end", ["kept", "ffn"])
+@pytest.mark.parametrize("word", ["kept+attention", "kept+saved", "whole+boundary", "ffn+boundary+attention"])
+def test_a_checkpoint_inside_the_block_that_runs_last(last: type[Sides], end: str, word: str) -> None:
+    """It is not to find other tensors when it recomputes than it saw, whether bytes are counted in the step or not."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"first": nn.Linear(32, 32), "blocks": nn.ModuleList([Sides(), Sides(), Sides(), last()])})
+    x = torch.randn(32, 32)
+
+    def gradients() -> list[torch.Tensor | None]:
+        model.zero_grad()
+        out = model["first"](x)
+        for block in model["blocks"]:
+            out = block(out)
+        out.square().mean().backward()
+        return [weight.grad for weight in model.parameters()]
+
+    plain = gradients()
+    schedule = Schedule({"blocks": mixed([word] * 3 + [end])})
+    with lowtide.attach(model, schedule=schedule, offload_min_bytes=1) as handle:
+        for _ in range(3):
+            for found, expected in zip(gradients(), plain, strict=True):
+                assert found is not None and expected is not None and torch.equal(found, expected)
+            assert handle.receipt().copies.d2h_bytes > 0
