@@ -28,6 +28,15 @@ def budget_bytes(given: int | str | None) -> int:
     return budget_within(there)
 
 
+_standing: dict[torch.device, list["Limit"]] = {}
+_before: dict[torch.device, float] = {}  # what each device was held to before the first of them
+
+
+def within_pages(device: torch.device, size_bytes: int) -> int:
+    """How much may be asked for in all, so that no more than ``size_bytes`` is taken."""
+    return max(0, size_bytes - _PAGE_BYTES) if device.type == "cuda" else size_bytes
+
+
 class Limit:
     """Holds PyTorch's allocator of one CUDA device to a budget: it gives cached memory back before it takes more, and
     runs out of memory rather than go over it. Nothing on other devices.
@@ -42,14 +51,24 @@ class Limit:
             torch.cuda.empty_cache()  # what is cached above the limit would stay there
             self._expand(True)
             total_bytes = torch.cuda.get_device_properties(self._device).total_memory
-            self._before = torch.cuda.get_per_process_memory_fraction(self._device)
-            share = max(0, size_bytes - _PAGE_BYTES) / total_bytes
-            torch.cuda.set_per_process_memory_fraction(min(self._before, share), self._device)
+            self._share = within_pages(self._device, size_bytes) / total_bytes
+            if not _standing.get(self._device):
+                _before[self._device] = torch.cuda.get_per_process_memory_fraction(self._device)
+            _standing.setdefault(self._device, []).append(self)
+            self._apply()
 
     def lift(self) -> None:
+        """Those of other handles on the device stay: the lowest counts."""
         if self._device is not None:
-            torch.cuda.set_per_process_memory_fraction(self._before, self._device)
-            self._expand(False)
+            _standing[self._device].remove(self)
+            self._apply()
+            if not any(_standing.values()):
+                self._expand(False)
+
+    def _apply(self) -> None:
+        assert self._device is not None
+        shares = [_before[self._device], *(limit._share for limit in _standing[self._device])]
+        torch.cuda.set_per_process_memory_fraction(min(shares), self._device)
 
     @staticmethod
     def _expand(on: bool) -> None:

@@ -14,6 +14,7 @@ import numpy
 import torch
 from torch import nn
 
+from lowtide.auto.budget import within_pages
 from lowtide.auto.lying import Lying
 from lowtide.errors import ConfigError
 from lowtide.families.row import Stack
@@ -138,8 +139,8 @@ class Planner:
         return solve(costs, self._most_bytes(costs, _MARGIN if like else _FIRST_MARGIN))
 
     def fixed_plans(self) -> list[Plan]:
-        """The fixed settings that fit like a plan that has run; the quickest by what is known first."""
-        return fixed_plans(self._known, self._most_bytes(self._known, _MARGIN))
+        """The fixed settings that fit; the quickest by what is known first."""
+        return fixed_plans(self._known, self._most_bytes(self._known, _FIRST_MARGIN))
 
     def as_it_ran(self, plan: Plan) -> Plan:
         """The plan of the last step, with what is known of it by now."""
@@ -249,7 +250,8 @@ class Planner:
 
     def _careful_bytes(self, costs: StepCosts) -> int:
         """What a plan may take that is the only one: enough for the smallest peak, if the budget is."""
-        return min(self.budget_bytes, max(self._most_bytes(costs, _CAUTION), smallest_peak(costs).peak_bytes))
+        allowed_bytes = within_pages(self.device, self.budget_bytes)
+        return min(allowed_bytes, max(self._most_bytes(costs, _CAUTION), smallest_peak(costs).peak_bytes))
 
     def _most_bytes(self, costs: StepCosts, share: float) -> int:
         """What a plan may take. share: of the room for activations, that is left free."""

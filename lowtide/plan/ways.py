@@ -7,6 +7,9 @@ from lowtide.plan.assignment import in_flight_bytes_for
 from lowtide.plan.costs import Run, StepCosts, TreatmentCost
 from lowtide.plan.predict_step import exposed_back_ms, net_out_ms
 
+_TIE_MS = 1e-14
+"""A byte that is copied, so that of plans that take as long the one that copies less is found."""
+
 
 class Way(NamedTuple):
     """One treatment. ms: time added, waits for what comes back included. kept, working, cpu: bytes.
@@ -73,7 +76,7 @@ class _Crowd(NamedTuple):
     moves: bool
 
     def way(self, cost: TreatmentCost, wakes: bool) -> Way:
-        ms = cost.extra_ms + exposed_back_ms(self.costs, self.run, cost)
+        ms = cost.extra_ms + exposed_back_ms(self.costs, self.run, cost) + _TIE_MS * cost.copied_bytes
         out_ms = net_out_ms(self.costs, self.run, cost) if self.moves else 0.0
         working = working_beside(cost, self.in_flight_bytes, wakes)
         return Way(cost, cost.blocks, ms, cost.net_bytes, working, out_ms, cost.cpu_bytes)

@@ -272,3 +272,31 @@ def test_a_search_that_is_stopped_says_how_far_off_it_may_be() -> None:
 
 def test_the_link_of_the_small_chains_is_what_it_says() -> None:
     assert LINK.out_ms(8) == pytest.approx(2) and LINK.back_ms(8) == pytest.approx(4)
+
+
+def test_a_time_that_only_more_bytes_in_flight_would_allow_is_not_claimed() -> None:
+    """Copies that are left from run to run are bounded by what a schedule has in flight, not by what others may."""
+    attention, saved = frozenset({ATTENTION}), frozenset({SAVED})
+    link = LinkRates(1e3 / 2**30 / 0.25, 1e3 / 2**30 / 0.125)
+    small = BlockKind(
+        0.0,
+        10.0,
+        (
+            TreatmentCost(KEPT, kept_bytes=40),
+            TreatmentCost(KEPT, attention, cpu_bytes=16, copied_bytes=16),
+            TreatmentCost(WHOLE, extra_backward_ms=3.5),
+        ),
+    )
+    large = BlockKind(
+        8.0,
+        10.0,
+        (
+            TreatmentCost(KEPT, kept_bytes=40),
+            TreatmentCost(KEPT, saved, extra_backward_ms=0.5, kept_bytes=10, cpu_bytes=32, copied_bytes=32),
+        ),
+    )
+    costs = StepCosts({"a": small, "b": large}, {"x": ("a",) * 3, "y": ("b",) * 3}, 0, link=link)
+    every = [prediction for _, prediction in every_assignment(costs)]
+    for budget_bytes in range(124, 260, 8):
+        best_ms = min(made.added_ms for made in every if made.peak_bytes <= budget_bytes)
+        assert solve(costs, budget_bytes).prediction.added_ms == pytest.approx(best_ms, abs=1e-6)
