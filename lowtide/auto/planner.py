@@ -135,7 +135,11 @@ class Planner:
         """
         costs = self._known if moving else replace(self._known, link=None)
         if careful:
-            return solve(costs, self._careful_bytes(costs))
+            try:
+                return solve(costs, self._careful_bytes(costs))
+            except ConfigError as error:
+                told = "Raise vram_budget, or take a smaller batch or picture, fewer frames, a lower rank"
+                raise ConfigError(f"{error}. {told}.") from error
         return solve(costs, self._most_bytes(costs, _MARGIN if like else _FIRST_MARGIN))
 
     def fixed_plans(self) -> list[Plan]:

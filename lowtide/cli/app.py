@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 import lowtide
 from lowtide.cli import bench, bench_report, bench_tools, cache, families, inspect, plan, train, verify
+from lowtide.cli.extras import extra_with
 from lowtide.cli.output import say
 from lowtide.errors import LowtideError, MachineError
 
@@ -126,6 +127,10 @@ def _as_known(error: Exception) -> LowtideError | None:
     torch = sys.modules.get("torch")
     if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
         return MachineError("\n".join((f"out of memory. {error}".strip(), *vars(error).get("__notes__", ()))))
+    if isinstance(error, ModuleNotFoundError) and (extra := extra_with(error.name or "")):
+        return MachineError(
+            f"this needs {error.name}, which is not installed. Install it with: pip install 'lowtide[{extra}]'"
+        )
     return None
 
 

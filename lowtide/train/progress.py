@@ -13,7 +13,8 @@ from lowtide.train.loop import StepDone
 from lowtide.units import format_bytes
 
 _T = TypeVar("_T")
-_LINES = 6
+_LINES, _MOST_QUIET_S = 6, 60.0
+"""Where there is no terminal: a line so often, and one at least after so many seconds."""
 
 
 class Reporter:
@@ -74,11 +75,17 @@ class StepBar:
         self._reporter = reporter
         self._bar = bar
         self._total = total
+        self._seconds: list[float] = []  # of the steps since the last line
+        self._last_line = time.monotonic()
 
     def show(self, done: StepDone, memory_bytes: int) -> None:
         memory = format_bytes(memory_bytes)
-        loss, pace = f"{done.loss:.4f}", f"{done.seconds:.2f}"
+        self._seconds.append(done.seconds)
+        loss, pace = f"{done.loss:.4f}", f"{sum(self._seconds) / len(self._seconds):.2f}"
         self._bar.update(self._bar.task_ids[0], completed=done.step, loss=loss, pace=pace, memory=memory)
         every = max(1, self._total // _LINES)
-        if not self._reporter.console.is_terminal and (done.step % every == 0 or done.step == self._total):
-            self._reporter.say(f"step {done.step} of {self._total}: loss {loss}, {pace} s/step, {memory}")
+        quiet = time.monotonic() - self._last_line > _MOST_QUIET_S
+        if quiet or done.step % every == 0 or done.step == self._total:
+            self._seconds, self._last_line = [], time.monotonic()
+            if not self._reporter.console.is_terminal:
+                self._reporter.say(f"step {done.step} of {self._total}: loss {loss}, {pace} s/step, {memory}")
