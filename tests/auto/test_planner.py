@@ -295,7 +295,7 @@ def test_where_an_attention_side_needs_as_much_as_a_feed_forward_side_there_is_l
     planner, resident_bytes = measured.planner, measured.costs.resident_bytes
     (stack,) = measured.costs.stacks
     depth = len(measured.costs.stacks[stack])
-    schedule = Schedule({stack: mixed(["kept+saved"] * (depth - 1) + ["kept"])})
+    schedule = Schedule({stack: mixed(["kept+attention"] * (depth - 1) + ["kept"])})
 
     def predicted() -> tuple[int, int]:
         assignment = assignment_of(measured.costs, schedule)
