@@ -202,9 +202,10 @@ class Planner:
         self._corrected = schedule
         relief_bytes = in_flight_bytes(assignment) - highest.in_flight_bytes
         if relief_bytes > 0 and self._error_bytes > 0:
-            missing_bytes = min(relief_bytes, self._error_bytes)
-            self.costs = self._known.with_relief(1 - missing_bytes / relief_bytes)
-            self._error_bytes -= missing_bytes
+            share = 1 - min(relief_bytes, self._error_bytes) / relief_bytes
+            self.costs, costs = self._known.with_relief(share), costs.with_relief(share)
+            corrected = predict_step(costs, assignment_of(costs, schedule)).highest
+            self._error_bytes -= corrected.peak_bytes - highest.peak_bytes
         elif highest.in_flight_bytes:
             share = min(1.0, max(0.0, 1 + self._error_bytes / highest.in_flight_bytes))
             self.costs = replace(self._known, in_flight_share=share, in_flight_known_bytes=highest.in_flight_bytes)

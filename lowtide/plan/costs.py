@@ -142,7 +142,10 @@ class BlockKind:
         return replace(self, treatments=tuple(costs))
 
     def with_relief(self, share: float) -> "BlockKind":
-        costs = (replace(cost, relief_bytes=int(share * cost.relief_bytes)) for cost in self.treatments)
+        costs = (
+            replace(cost, relief_bytes=int(share * min(cost.relief_bytes, cost.working_bytes)))
+            for cost in self.treatments
+        )
         return replace(self, treatments=tuple(costs))
 
     @classmethod
