@@ -23,10 +23,15 @@ class Lying:
         self._model = model
         self._meter = meter
         self._expected = residents(model, inputs)
-        trained = [weight for weight in model.parameters() if weight.requires_grad]
-        self._sample = trained[:: max(1, len(trained) // _SAMPLE)]
+        self._sample: list[nn.Parameter] = []
+        self.look_at_weights()
         self._ran = False
         self._failures = 0 if meter is None else meter.failures()
+
+    def look_at_weights(self) -> None:
+        """Others may be trained than before."""
+        trained = [weight for weight in self._model.parameters() if weight.requires_grad]
+        self._sample = trained[:: max(1, len(trained) // _SAMPLE)]
 
     @property
     def reserved_bytes(self) -> int:

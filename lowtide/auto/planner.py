@@ -89,6 +89,7 @@ class Planner:
         _check_not_sharded(self.model)
         _check_arguments(args, kwargs)
         self._lying = self._lying or Lying(self.model, bound.arguments, meter_of(self.device))
+        self._lying.look_at_weights()
         self.spare_bytes = max(self.spare_bytes, self._lying.reserved_bytes)
         self._now_bytes, self._begins_without = self._lying.now_bytes(), not self._lying.has_gradients()
         try:
