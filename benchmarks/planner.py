@@ -204,10 +204,16 @@ def at_random(task: Task, schedules: dict[str, Schedule], options: argparse.Name
 
 
 def in_turns(
-    task: Task, stayed: dict[int, Schedule], lines: list[dict[str, Any]], options: argparse.Namespace
+    task: Task,
+    stayed: dict[int, Schedule],
+    schedules: dict[str, Schedule],
+    lines: list[dict[str, Any]],
+    options: argparse.Namespace,
 ) -> Iterator[dict[str, Any]]:
-    """The schedule that stayed within each budget beside the quickest setting that fits: medians over all turns."""
-    schedules = drawn(task, options.random)
+    """The schedule that stayed within each budget beside the quickest setting that fits: medians over all turns.
+
+    schedules: those drawn at random. lines: of all settings but ``auto``.
+    """
     for budget, schedule in stayed.items():
         best = quickest(lines, budget)
         if best is None:
@@ -295,8 +301,9 @@ def main() -> None:
                 keep(line)
                 stayed |= {} if schedule is None else {budget: schedule}
             with pinned_once():
-                lines += [keep(line) for line in at_random(task, drawn(task, options.random), options)]
-                for line in in_turns(task, stayed, lines, options):
+                schedules = drawn(task, options.random)
+                lines += [keep(line) for line in at_random(task, schedules, options)]
+                for line in in_turns(task, stayed, schedules, lines, options):
                     keep(line)
         del task
         clear(options.device)

@@ -34,7 +34,7 @@ from lowtide.plan.schedule import ATTENTION, KEPT, WHOLE, Schedule
 from lowtide.plan.solve import fixed_plans, smallest_peak, solve
 from lowtide.runtime.flatten import OpaqueArgument, flatten_call
 from lowtide.runtime.host_memory import share_of_host_bytes
-from lowtide.runtime.resolve import resolve
+from lowtide.runtime.resolve import ResolvedStack, resolve
 from lowtide.units import format_bytes
 
 _CAUTION = 0.14
@@ -88,17 +88,20 @@ class Planner:
         bound = inspect.signature(self.model.forward).bind(*args, **kwargs)
         _check_not_sharded(self.model)
         _check_arguments(args, kwargs)
-        self._lying = self._lying or Lying(self.model, bound.arguments, meter_of(self.device))
-        self._lying.look_at_weights()
+        if self._lying is None:
+            self._lying = Lying(self.model, bound.arguments, meter_of(self.device))
+        else:
+            self._lying.look_at_weights()
         self.spare_bytes = max(self.spare_bytes, self._lying.reserved_bytes)
         self._now_bytes, self._begins_without = self._lying.now_bytes(), not self._lying.has_gradients()
         try:
+            stacks = resolve(self.model, self.rows)
             with _random_states_kept():
-                self.costs = self._traced(_named(bound), self._now_bytes)
+                self.costs = self._traced(stacks, _named(bound), self._now_bytes)
         except ConfigError as error:
             raise ConfigError(f"auto cannot plan for this model: {error}. Choose a backend by name instead.") from error
         self._shared_bytes = self.costs.resident_bytes - self._now_bytes
-        self._gradients = block_gradients(self.model, resolve(self.model, self.rows), self.costs.stacks)
+        self._gradients = block_gradients(self.model, stacks, self.costs.stacks)
         self.costs = self.costs.with_gradients(self._late_gradients)
         self._error_bytes, self._corrected, self._slower_ms_per_byte = 0, None, 0.0
 
@@ -179,7 +182,7 @@ class Planner:
         if probed is None or not probed.memory:
             return
         memory = {block: (one.kept_bytes, one.working_bytes) for block, one in probed.memory.items()}
-        costs = self._known.with_gradients(self._gradients if self._began_without else {})
+        costs = self._as_the_step_began(self._known)
         seen = list(bytes_of(costs, assignment_of(costs, schedule), memory))
         self.costs = with_bytes(self._known, seen)
 
@@ -194,8 +197,7 @@ class Planner:
         if probed is None or probed.peak_bytes is None or probed.reserved_bytes is None:
             return
         lying_bytes = max(0, self._before_bytes + self._shared_bytes)
-        costs = replace(self._known, resident_bytes=lying_bytes, in_flight_share=1.0)
-        costs = costs.with_gradients(self._gradients if self._began_without else {})
+        costs = self._as_the_step_began(replace(self._known, resident_bytes=lying_bytes, in_flight_share=1.0))
         assignment = assignment_of(costs, schedule)
         highest = predict_step(costs, assignment).highest
         error_bytes = probed.peak_bytes - highest.peak_bytes
@@ -213,6 +215,10 @@ class Planner:
         most_bytes = max(_MOST_SPARE_BYTES, int(_MOST_SPARE * self.budget_bytes))
         self.spare_bytes = min(most_bytes, max(self.spare_bytes, probed.reserved_bytes - probed.peak_bytes))
         self._settle()
+
+    def _as_the_step_began(self, costs: StepCosts) -> StepCosts:
+        """The costs of the last step: with or without the gradients that lay there at its beginning."""
+        return costs.with_gradients(self._gradients if self._began_without else {})
 
     def _settle(self) -> None:
         """What lies there throughout further steps."""
@@ -266,7 +272,7 @@ class Planner:
         most_bytes = self.budget_bytes - self.spare_bytes - max(least_bytes, int(share * room_bytes))
         return most_bytes if self.ceiling_bytes is None else min(most_bytes, self.ceiling_bytes)
 
-    def _traced(self, inputs: Mapping[str, Any], resident_bytes: int) -> StepCosts:
+    def _traced(self, stacks: Sequence[ResolvedStack], inputs: Mapping[str, Any], resident_bytes: int) -> StepCosts:
         self.card = self.card or _card(self.device)
         shadow = on_meta(self.model)
         with casting_as(self.device):
@@ -281,11 +287,7 @@ class Planner:
             )
         if not any(kind.forward_ms for kind in costs.kinds.values()):
             raise ConfigError("its forward calls none of its blocks (has somebody put another forward in its place?)")
-        if any(
-            block._compiled_call_impl is not None
-            for stack in resolve(self.model, self.rows)
-            for _, block in stack.blocks
-        ):
+        if any(block._compiled_call_impl is not None for stack in stacks for _, block in stack.blocks):
             costs = replace(costs, kinds={name: _uncut(kind) for name, kind in costs.kinds.items()})
         return costs if self.can_move else replace(costs, link=None)
 
