@@ -15,7 +15,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,8 @@ ALLOCATOR = ("num_alloc_retries", "num_device_alloc", "num_device_free")
 """What PyTorch's allocator counts: caches given back for want of memory, and calls of the driver."""
 ENOUGH_S = 1.5
 """Of timed steps: no further one is begun after two."""
-TURNS = 2
+TURNS, TURN_STEPS = 2, 3
+"""Turns of each side, and timed steps of each turn at least."""
 WORDS = (
     "kept", "kept+attention", "kept+saved", "ffn", "ffn+boundary", "ffn+boundary+attention", "selective",
     "selective+boundary+attention", "whole", "whole+boundary",
@@ -225,8 +226,9 @@ def in_turns(
         for side in [*sides] * TURNS:
             clear(options.device)
             with lowtide.attach(task.model, **sides[side], **options.more) if sides[side] else nullcontext():
-                times[side] += measure(task, options.device, options.warm_up, options.steps)["step_times_s"]
-        medians = {f"{side}_step_s": statistics.median(found) for side, found in times.items()}
+                found = measure(task, options.device, options.warm_up, max(TURN_STEPS, options.steps))
+                times[side] += found["step_times_s"]
+        medians = {f"{side}_step_s": statistics.median(taken) for side, taken in times.items()}
         yield {"setting": IN_TURNS, "budget_bytes": budget, "beside": name, **medians, "times_s": times}
 
 
@@ -271,6 +273,9 @@ def main() -> None:
     parser.add_argument("--random", type=int, default=20, metavar="N", help="random schedules to compare with")
     parser.add_argument("--warm-up", type=int, default=2, metavar="N", help="steps of each setting before that")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="timed steps of each setting")
+    parser.add_argument(
+        "--pinned-once", action="store_true", help="also for auto, which then settles sooner than elsewhere"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--size", choices=("real", "tiny"), default="real")
     parser.add_argument("--set", action="append", default=[], metavar="SIZE=N", help="of families, as in FR=33")
@@ -288,7 +293,12 @@ def main() -> None:
         return line
 
     for work in options.works:
-        with cpu_offload() if options.device == "cpu" else nullcontext(), kernels("no-cudnn"):
+        with ExitStack() as around:
+            around.enter_context(kernels("no-cudnn"))
+            if options.device == "cpu":
+                around.enter_context(cpu_offload())
+            if options.pinned_once:
+                around.enter_context(pinned_once())
             task = build(condition_of(work, options.size, sizes), options.device)
             print(f"{work}:")
             with pinned_once():

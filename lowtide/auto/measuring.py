@@ -24,6 +24,7 @@ from lowtide.errors import ConfigError
 from lowtide.measure.probe import Probed
 from lowtide.plan.answer import Plan
 from lowtide.plan.schedule import Schedule
+from lowtide.units import format_bytes
 
 _log = logging.getLogger("lowtide")
 
@@ -110,15 +111,17 @@ def _may_be_quicker(planner: Planner, plan: Plan, tried: list[tuple[float, Plan]
 def _try(planner: Planner, plan: Plan) -> Generator[bool, Probed | None, float]:
     """Milliseconds of a step under a plan that is attached, the median of a few; infinite if none was complete."""
     planner.learn_peak(plan.schedule, (yield False))
-    times_ms = []
+    times_ms, most_bytes = [], 0
     for _ in range(_TIMED):
         seen = yield False
         planner.learn_peak(plan.schedule, seen)
-        times_ms += [seen.step_ms] if seen is not None else []
+        if seen is not None:
+            times_ms.append(seen.step_ms)
+            most_bytes = max(most_bytes, seen.peak_bytes or 0)
     if not times_ms:
         return math.inf
     step_ms = statistics.median(times_ms)  # the quickest would favour whatever was lucky once
-    _log.info("auto: that takes %.0f ms", step_ms)
+    _log.info("auto: that takes %.0f ms%s", step_ms, f" and {format_bytes(most_bytes)}" if most_bytes else "")
     planner.learn_step(plan, step_ms)
     return step_ms
 
