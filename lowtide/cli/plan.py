@@ -36,6 +36,14 @@ Optimizer = Annotated[
     typer.Option(metavar="NAME", help="Whose states lie on the device: adamw, adamw-8bit, lion, sgd-momentum, sgd …"),
 ]
 Ema = Annotated[bool, typer.Option("--ema", help="A mean of the trained weights lies on the device, too.")]
+Accumulation = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Backwards before an update. With more than one, all gradients lie there when backward begins.",
+    ),
+]
 CardName = Annotated[
     str | None,
     typer.Option(
@@ -68,6 +76,7 @@ def plan(
     full: Full = False,
     optimizer: Optimizer = "adamw",
     ema: Ema = False,
+    accumulation: Accumulation = 1,
     card: CardName = None,
     host_memory: HostMemory = None,
     save: Save = None,
@@ -89,6 +98,7 @@ def plan(
             _host(host_memory),
             _optimizer(optimizer),
             ema,
+            accumulation,
         )
         planned = plan_for(wish, fits=not no_fits, told=told)
     if save is not None and planned.plan is not None:
@@ -181,7 +191,10 @@ def _write(path: Path, planned: "Planned") -> None:
 
     assert planned.plan is not None
     save_plan(path, planned.plan, planned.conditions)
-    say(f"The plan is in {path}. It is for {planned.trained_text}, and the sizes above: with more, the peak is higher.")
+    number = planned.wish.accumulation
+    update = "an update after each backward" if number == 1 else f"an update after {number} backwards"
+    made = f"{planned.trained_text}, the sizes above, and {update}"
+    say(f"The plan is in {path}. It is for {made}: with more, the peak is higher.")
 
 
 def _in_words(planned: "Planned", usual_host_limit: bool) -> Iterator[str]:
@@ -229,6 +242,9 @@ _RESERVED = (
 )
 
 
+_AS_MADE = "Gradients of blocks come as backward makes them: activations have their room until then (--accumulation 1)."
+
+
 def _host_limit(planned: "Planned", usual: bool) -> str:
     from lowtide.runtime.host_memory import SHARE_OF_MACHINE
 
@@ -253,4 +269,7 @@ def _bound(planned: "Planned") -> Iterator[str]:
 def _residents(planned: "Planned") -> str:
     parts: dict[str, Any] = vars(planned.residents)
     listed = ", ".join(f"{name.removesuffix('_bytes')} {format_bytes(size)}" for name, size in parts.items() if size)
-    return f"There throughout: {format_bytes(planned.residents.total_bytes)} ({listed})."
+    told = f"There throughout: {format_bytes(planned.residents.total_bytes)} ({listed})."
+    if planned.wish.rank is not None or planned.wish.accumulation > 1:
+        return told
+    return f"{told} {_AS_MADE}"

@@ -16,7 +16,7 @@ from lowtide.measure.fits import Asked, Fit, what_fits
 from lowtide.measure.forecast import forecast
 from lowtide.measure.hints import Need, hints
 from lowtide.measure.inputs import namespace
-from lowtide.measure.residents import ADAMW, STATE_BYTES, Residents, residents
+from lowtide.measure.residents import ADAMW, STATE_BYTES, Residents, block_gradients, residents
 from lowtide.plan.answer import Plan
 from lowtide.plan.costs import StepCosts
 from lowtide.plan.explain import as_dict, prediction_dict
@@ -34,7 +34,8 @@ class Wish:
     target: a family's name or a model's folder. sizes: of the inputs, by the names of the family's row. rank: of a
     LoRA; None: all weights are trained. What is trained is in float32, under bf16 autocast. budget_bytes: what PyTorch
     may reserve. host_limit_bytes: CPU memory for what moves; None: no limit. optimizer: one of
-    ``residents.STATE_BYTES``. ema: whether a mean of the trained weights lies on the device.
+    ``residents.STATE_BYTES``. ema: whether a mean of the trained weights lies on the device. accumulation: backwards
+    before an update, which clears gradients: with one, they are not there before backward makes them.
     """
 
     target: str
@@ -45,6 +46,7 @@ class Wish:
     host_limit_bytes: int | None = None
     optimizer: str = ADAMW
     ema: bool = False
+    accumulation: int = 1
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class Planned:
         told = {"model": self.label, "card": self.wish.card.name, "trained": self.trained_text}
         told["trained_parameters"] = str(self.trained)
         told["optimizer"] = self.wish.optimizer + (", EMA" if self.wish.ema else "")
+        told["accumulation"] = str(self.wish.accumulation)
         return told | {name: str(value) for name, value in self.sizes.items()}
 
     @property
@@ -118,6 +121,7 @@ class Planned:
             "card": self.wish.card.name,
             "optimizer": self.wish.optimizer,
             "ema": self.wish.ema,
+            "accumulation": self.wish.accumulation,
             "budget_bytes": self.wish.budget_bytes,
             "host_limit_bytes": self.wish.host_limit_bytes,
             "host_limit_binds": self.without_limit is not None,
@@ -233,10 +237,10 @@ class _Forecaster:
         except (RuntimeError, MemoryError) as error:  # masks and whole numbers are made, since they may decide shapes
             raise ConfigError(f"inputs of these sizes cannot be made on this machine: {error}") from error
         lying = self._residents(model, inputs)
-        return (
-            forecast(model, built.stacks, inputs, self.wish.card, lying.total_bytes, host_limit_bytes=limit),
-            lying,
-        )
+        costs = forecast(model, built.stacks, inputs, self.wish.card, lying.total_bytes, host_limit_bytes=limit)
+        if self.wish.accumulation == 1:
+            costs = costs.with_gradients(block_gradients(model, built.stacks, costs.stacks, _FLOAT32_BYTES))
+        return costs, lying
 
     def smallest_peak(self, rank: int | None, sizes: Mapping[str, int]) -> int:
         return smallest_peak(self.costs(rank, sizes)[0]).peak_bytes

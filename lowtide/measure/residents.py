@@ -76,12 +76,15 @@ def residents(
 
 
 def block_gradients(
-    model: nn.Module, stacks: Sequence[ResolvedStack], kinds: Mapping[str, Sequence[str]]
+    model: nn.Module,
+    stacks: Sequence[ResolvedStack],
+    kinds: Mapping[str, Sequence[str]],
+    trained_bytes: int | None = None,
 ) -> dict[str, int]:
     """Bytes of the gradients that the backward of one block makes, by kind; the least of its blocks.
 
-    kinds: of every block, by stack (``StepCosts.stacks``). What is used outside of the blocks, too, counts for none,
-    and what several blocks use for the last of them.
+    kinds: of every block, by stack (``StepCosts.stacks``). trained_bytes: see ``residents``. What is used outside of
+    the blocks, too, counts for none, and what several blocks use for the last of them.
     """
     within = {id(module) for stack in stacks for _, block in stack.blocks for module in block.modules()}
     seen = {
@@ -95,7 +98,8 @@ def block_gradients(
         for (_, block), kind in reversed(list(zip(stack.blocks, kinds[stack.name], strict=True))):
             own = [weight for weight in block.parameters() if weight.requires_grad and id(weight) not in seen]
             seen |= {id(weight) for weight in own}
-            found.setdefault(kind, []).append(sum(weight.nbytes for weight in own))
+            size = sum(weight.numel() * (trained_bytes or weight.element_size()) for weight in own)
+            found.setdefault(kind, []).append(size)
     return {kind: min(sizes) for kind, sizes in found.items()}
 
 

@@ -93,7 +93,7 @@ def test_a_saved_plan_can_be_read(lowtide: Callable[..., Any], tmp_path: Path) -
     saved = load_plan(tmp_path / "plan.json")
     assert saved.conditions["card"] == "RTX 4090"
     assert saved.conditions["trained"] == "LoRA 16" and int(saved.conditions["trained_parameters"]) > 10**6
-    assert "It is for LoRA 16, and the sizes above" in " ".join(done.stderr.split())
+    assert "It is for LoRA 16, the sizes above, and an update after each backward" in " ".join(done.stderr.split())
     assert saved.schedule.stacks["transformer_blocks"].depth == 24
 
 
@@ -240,3 +240,16 @@ def test_what_the_optimizer_keeps_counts(lowtide_json: Callable[..., Any], lowti
     wrong = lowtide(*SD3, "--budget", "8GiB", "--optimizer", "adam8bit")
     assert wrong.exit_code == 2
     assert "--optimizer: 'adam8bit' is not allowed; allowed: adamw, adamw-8bit, lion" in wrong.stderr
+
+
+def test_gradients_leave_their_room_to_activations_until_backward_makes_them(
+    lowtide: Callable[..., Any], lowtide_json: Callable[..., Any]
+) -> None:
+    arguments = (*SD3, "--full", "--batch", "4", "--budget", "36GiB")
+    once, added_up = (lowtide_json(*arguments, "--accumulation", str(number)) for number in (1, 2))
+    assert once["residents"] == added_up["residents"], "they are all there at the end of backward"
+    assert once["smallest_peak_bytes"] <= added_up["smallest_peak_bytes"]
+    assert once["plan"]["predicted"]["step_ms"] < added_up["plan"]["predicted"]["step_ms"]
+    said = "Gradients of blocks come as backward makes them"
+    assert said in " ".join(lowtide(*arguments).stdout.split())
+    assert said not in " ".join(lowtide(*arguments, "--accumulation", "2").stdout.split())
