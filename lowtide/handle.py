@@ -74,6 +74,9 @@ class Handle(Attachment):
         self._interceptor = self._tracer if in_turn is None else in_turn.routes.to(self._tracer)
         intercept(self._modules.items(), self._interceptor)
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.schedule.in_short}{'' if self._tracer.active else '; detached'}>"
+
     def receipt(self) -> Receipt:
         """What ran in the last step. Valid once its backward is done."""
         ledger = self._ledger

@@ -10,6 +10,7 @@ from torch import nn
 
 import lowtide
 from lowtide import families
+from lowtide.bench.synthetic import Synthetic
 from lowtide.controls import CheckpointConfig
 from lowtide.families import Family
 from lowtide.handle import RUNS_LAST
@@ -99,6 +100,16 @@ def test_a_receipt_in_one_line() -> None:
     inert = repr(receipt_of(build_model(SANA), offload_attention=True))
     assert inert.endswith("; inert: offload_attention>")
     assert len(inert) < 200
+
+
+def test_a_handle_in_one_line() -> None:
+    model = Synthetic(4, 32, 2)
+    with lowtide.attach(model, backend="torch-ffn") as handle:
+        assert repr(handle) == "<Handle: 4 ffn>"
+    assert repr(handle) == "<Handle: 4 ffn; detached>"
+    with lowtide.attach(model, backend="auto", vram_budget="1GiB") as auto:
+        assert repr(auto) == "<AutoHandle: 4 kept; not settled yet>"
+    assert repr(auto) == "<AutoHandle: 4 kept; detached>"
 
 
 @pytest.mark.parametrize("backend", ["torch-ffn", "unsloth-ffn"])

@@ -97,6 +97,10 @@ class AutoHandle(Attachment):
         """What PyTorch may reserve; None before the first step, where the budget is what is free then."""
         return self._planner.budget_bytes if self._planner is not None else None
 
+    def __repr__(self) -> str:
+        state = "" if self.settled else "; not settled yet"
+        return f"<{type(self).__name__}: {self.schedule.in_short}{state if self.active else '; detached'}>"
+
     def receipt(self) -> Receipt:
         """What ran in the last step. Valid once its backward is done."""
         receipt = self._handle.receipt()

@@ -3,7 +3,6 @@
 import inspect
 import random
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -296,10 +295,8 @@ def in_short(plan: Plan, budget_bytes: int) -> str:
     """The plan in a line: how many blocks have which treatment, and its peak and time by prediction. budget_bytes: all
     of it, of which some is left free."""
     made = plan.prediction
-    words = Counter(word for stack in plan.schedule.stacks.values() for word in stack.words)
-    what = ", ".join(f"{count} {word}" for word, count in words.most_common())
     peak, room, budget = map(format_bytes, (made.peak_bytes, plan.budget_bytes, budget_bytes))
-    return f"{what}; peak {peak} (room for tensors: {room} of {budget}), {made.step_ms:.0f} ms"
+    return f"{plan.schedule.in_short}; peak {peak} (room for tensors: {room} of {budget}), {made.step_ms:.0f} ms"
 
 
 @contextmanager

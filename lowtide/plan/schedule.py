@@ -1,6 +1,7 @@
 """From (depth, scope, interval, stride) to a treatment for every block. Pure functions."""
 
 import difflib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -125,6 +126,12 @@ class Schedule:
     @property
     def moves_anything(self) -> bool:
         return any(moves for stack in self.stacks.values() for moves in stack.moves)
+
+    @property
+    def in_short(self) -> str:
+        """How many blocks have which treatment: ``15 ffn+attention, 1 kept``."""
+        words = Counter(word for stack in self.stacks.values() for word in stack.words)
+        return ", ".join(f"{count} {word}" for word, count in words.most_common())
 
     @property
     def reaches_in(self) -> bool:
