@@ -18,6 +18,7 @@ from lowtide.cli.bench_common import (
     Rank,
     Size,
     Steps,
+    Together,
     VramBudget,
     WarmUp,
     budgets_of,
@@ -62,6 +63,7 @@ def synthetic(
     size: Size = "real",
     warm_up: WarmUp = 5,
     steps: Steps = 10,
+    together: Together = 1,
     again: Again = False,
 ) -> None:
     """Measure synthetic transformer blocks (width 3072, 24 heads), as public tables of offload have them."""
@@ -71,7 +73,7 @@ def synthetic(
         chosen = {"modes": mode_names(modes, vram_budget is not None), "budgets": budgets_of(vram_budget)}
         works = work or (sweep.SYNTHETIC if size == "real" else sweep.SYNTHETIC[:1])  # tiny ones are all the same
         cells = sweep.synthetic_conditions(works, adapters=_listed(adapter), **chosen, **common)
-        made = _swept(cells, out / "synthetic.jsonl", warm_up, steps, again)
+        made = _swept(cells, out / "synthetic.jsonl", warm_up, steps, together, again)
     show(*_ending(made, out))
 
 
@@ -90,6 +92,7 @@ def family(
     size: Size = "real",
     warm_up: WarmUp = 5,
     steps: Steps = 10,
+    together: Together = 1,
     again: Again = False,
 ) -> None:
     """Measure families in their real configuration with random weights: seconds a step and peak memory by mode."""
@@ -101,7 +104,7 @@ def family(
             _families(names), sizes=sizes_of(sizes or ()), most_parameters=most_parameters(largest),
             adapter=adapter, rank=rank if adapter == "lora" else None, **chosen, **common,
         )  # fmt: skip
-        made = _swept(cells, out / "family.jsonl", warm_up, steps, again)
+        made = _swept(cells, out / "family.jsonl", warm_up, steps, together, again)
     show(*_ending(made, out))
 
 
@@ -127,13 +130,20 @@ def _bench() -> Any:
     return sweep
 
 
-def _swept(cells: "Iterable[Condition]", out: Path, warm_up: int, steps: int, again: bool) -> "list[Record]":
-    from lowtide.bench.cell import Effort, run_apart
+def _swept(
+    cells: "Iterable[Condition]", out: Path, warm_up: int, steps: int, together: int, again: bool
+) -> "list[Record]":
+    from lowtide.bench.cell import Effort, run_together
     from lowtide.bench.isolate import isolated
     from lowtide.bench.provenance import machine
     from lowtide.bench.sweep import sweep
 
     wanted = [checked(cell) for cell in cells]
+    if together > 1 and any(cell.mode == AUTO and cell.vram_budget in (None, AUTO) for cell in wanted):
+        raise ConfigError(
+            f"mode {AUTO} takes what the card has free, and --together {together} lets others have it: give it a "
+            "--vram-budget, or run it without --together"
+        )
     device = device_for(wanted)
     facts = isolated(
         machine, device, device=device
@@ -141,7 +151,15 @@ def _swept(cells: "Iterable[Condition]", out: Path, warm_up: int, steps: int, ag
     effort = Effort(warm_up, steps)
     with _told() as tell:
         try:
-            return sweep(wanted, lambda cell: run_apart(cell, effort, device, facts), out, facts["card"], tell, again)
+            return sweep(
+                wanted,
+                lambda some: run_together(some, effort, device, facts),
+                out,
+                facts["card"],
+                tell,
+                again,
+                together,
+            )
         except KeyboardInterrupt:
             say("Stopped. What was measured is written; run the same command again: it goes on from there.")
             raise typer.Exit(_INTERRUPTED) from None
