@@ -29,13 +29,23 @@ class EntryPoint:
     """One place: attribute ``name`` of ``owner``, a callable or a table of callables.
 
     Make one a place and process: it counts who watches. autocasts: autocast casts floating-point arguments to its dtype
-    before the kernel. leave: keys of a table whose callables go through another entry point themselves.
+    before the kernel. adds_masks: its kernels may make an additive mask of a boolean one
+    (``kernel_arguments.adds_mask``). leave: keys of a table whose callables go through another entry point themselves.
     """
 
-    def __init__(self, owner: Any, name: str, *, autocasts: bool = False, leave: Collection[Any] = ()) -> None:
+    def __init__(
+        self,
+        owner: Any,
+        name: str,
+        *,
+        autocasts: bool = False,
+        adds_masks: bool = False,
+        leave: Collection[Any] = (),
+    ) -> None:
         self.owner = owner
         self.name = name
         self.autocasts = autocasts
+        self.adds_masks = adds_masks
         self.leave = frozenset(leave)
         self._lock = threading.Lock()
         self._watchers = 0
@@ -132,7 +142,7 @@ def unwatched(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         _here.observer = before
 
 
-SDPA = EntryPoint(torch.nn.functional, "scaled_dot_product_attention", autocasts=True)
+SDPA = EntryPoint(torch.nn.functional, "scaled_dot_product_attention", autocasts=True, adds_masks=True)
 
 
 def standard_entry_points() -> tuple[EntryPoint, ...]:

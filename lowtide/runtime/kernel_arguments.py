@@ -1,13 +1,20 @@
 """What there is to know of the arguments that an attention kernel is called with."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from lowtide.runtime.placeholder import PLAIN_TYPES
 
-_DROPOUT = (4, "dropout_p")  # where torch's attention, and every kernel of diffusers' table, takes it
+_MASK, _DROPOUT = (3, "attn_mask"), (4, "dropout_p")
+"""Where torch's attention takes them, and, of the second, every kernel of diffusers' table."""
+_ADDING = {"cpu": SDPBackend.FLASH_ATTENTION, "cuda": SDPBackend.EFFICIENT_ATTENTION}
+"""The kernels that add 0 or -inf where a mask is boolean. cuDNN's adds another number."""
+_ALIGNED = 8
+"""Numbers of which the rows of a mask are a multiple, or a kernel on CUDA copies it."""
 
 
 def as_autocast_would(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -41,6 +48,56 @@ def autocast_to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype) if _autocast_dtype(tensor) == dtype else tensor
 
 
+def adds_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether torch's attention, called so, makes an additive mask of a boolean one, and saves that for backward."""
+    mask = _given(_MASK, args, kwargs)
+    if not (isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and is_plain(mask)):
+        return False
+    if mask.is_meta:  # a trace, which counts on such a kernel
+        return True
+    kernel = _ADDING.get(mask.device.type)
+    return kernel is not None and _choice(*args, **kwargs) == kernel.value
+
+
+def _choice(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> int:
+    return torch._fused_sdp_choice(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def with_additive_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """With the additive mask that torch would make of a boolean one: what a kernel saves is an argument then."""
+    query = args[0] if args else kwargs["query"]
+    added = _additive(_given(_MASK, args, kwargs), query.dtype)
+    place, name = _MASK
+    if len(args) > place:
+        return (*args[:place], added, *args[place + 1 :]), kwargs
+    return args, {**kwargs, name: added}
+
+
+def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if mask.is_meta:
+        return mask.to(dtype)  # values do not matter
+    width = mask.shape[-1] if mask.dim() else 1
+    padded = -(-width // _ALIGNED) * _ALIGNED if mask.is_cuda and mask.dim() else width
+    made = mask.new_zeros((*mask.shape[:-1], padded) if mask.dim() else (), dtype=dtype)
+    return (made[..., :width] if mask.dim() else made).masked_fill_(mask.logical_not(), -math.inf)
+
+
+def _given(argument: tuple[int, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    place, name = argument
+    return args[place] if len(args) > place else kwargs.get(name)
+
+
 def tensors_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors among a kernel's arguments, in order."""
     return [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
@@ -53,8 +110,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def draws_random(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the kernel drops out some of its weights."""
-    place, name = _DROPOUT
-    value = args[place] if len(args) > place else kwargs.get(name, 0.0)
+    value = _given(_DROPOUT, args, kwargs)
     return isinstance(value, (int, float)) and value > 0
 
 

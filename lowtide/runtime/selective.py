@@ -12,6 +12,8 @@ output. Rules (the numbering of segment.py goes on):
 28. A kernel that draws random numbers leaves the generators as they were after it, in the replay too.
 29. A kernel under somebody else's saved-tensor hooks inside the block is theirs: it runs again.
 30. A block that differentiates within its own forward (rule 14) needs its attention in the graph: all of it runs again.
+31. The additive mask that a kernel makes of a boolean one can be as large as the attention matrix, and is no result: it
+    is made before the kernel, and again in the replay.
 """
 
 import functools
@@ -32,12 +34,14 @@ from lowtide.runtime.context import RandomStates, read_random, write_random
 from lowtide.runtime.entry_points import EntryPoint, Kernel, Watching, unwatched
 from lowtide.runtime.flatten import Leaves, Structure, flatten, rebuild
 from lowtide.runtime.kernel_arguments import (
+    adds_mask,
     as_autocast_would,
     autocast_to,
     draws_random,
     is_plain,
     storage_bytes,
     tensors_among,
+    with_additive_mask,
 )
 from lowtide.runtime.placeholder import Hold, Hooks, PlaceHolder, address_of, held_elsewhere, nobody, unpack
 from lowtide.units import format_bytes
@@ -134,11 +138,12 @@ class _OfArgument:
 class _Recorded:
     """One kernel call of which everything is kept that its replay needs."""
 
-    __slots__ = ("arguments", "outputs", "random", "requires_grad", "saved", "structure")
+    __slots__ = ("added", "arguments", "outputs", "random", "requires_grad", "saved", "structure")
 
     def __init__(self, arguments: list[torch.Tensor], saved: list[_OfArgument | StandIn]) -> None:
         self.arguments = [(tensor.shape, tensor.dtype, tensor.device, tensor.stride()) for tensor in arguments]
         self.saved = saved
+        self.added = False  # its mask (rule 31)
         self.structure: Structure
         self.outputs: list[Kept] = []
         self.requires_grad: list[bool] = []
@@ -262,6 +267,9 @@ class Recorder:
             return unwatched(kernel, args, kwargs)
         if entry.autocasts:
             args, kwargs = as_autocast_would(args, kwargs)
+        added = entry.adds_masks and adds_mask(args, kwargs)
+        if added:
+            args, kwargs = with_additive_mask(args, kwargs)
         arguments = tensors_among(args, kwargs)
         if not all(map(is_plain, arguments)):
             self._note_kind(arguments)
@@ -270,7 +278,9 @@ class Recorder:
         try:
             with saved_tensors_hooks(saves.pack, unpack):
                 output = unwatched(kernel, args, kwargs)
-            calls[number] = self._recorded(saves, arguments, output, draws_random(args, kwargs))
+            recorded = calls[number] = self._recorded(saves, arguments, output, draws_random(args, kwargs))
+            if recorded is not None:
+                recorded.added = added
         except BaseException:
             saves.drop()  # a block may try another kernel
             raise
@@ -431,7 +441,7 @@ class Player:
         recorded = calls[number]
         if recorded is None or any(map(Kept.is_changed, recorded.outputs)):
             return unwatched(kernel, args, kwargs)
-        arguments = tensors_among(args, kwargs)
+        arguments = tensors_among(*(with_additive_mask(args, kwargs) if recorded.added else (args, kwargs)))
         if entry.autocasts and len(arguments) == len(recorded.arguments):
             wanted = [was[1] for was in recorded.arguments]
             arguments = [autocast_to(tensor, dtype) for tensor, dtype in zip(arguments, wanted, strict=True)]
