@@ -1,5 +1,6 @@
 """The engine on a CUDA card: device threads, streams and random state. Collected only where there is one."""
 
+import contextlib
 import copy
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from lowtide import families
 from lowtide.measure.build import build_model
 from lowtide.measure.inputs import build_inputs
 from lowtide.measure.parity import loss_of
+from lowtide.runtime.kernel_arguments import adds_mask
 from tests.runtime.toys import Block, Chain, step
 
 SETTINGS: list[dict[str, Any]] = [
@@ -167,3 +169,53 @@ def test_the_first_attention_of_a_process_is_recomputed_by_the_same_kernel(backe
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     print(done.stdout)
+
+
+class Masked(nn.Module):
+    """Attention with a mask for every pair of tokens."""
+
+    def __init__(self, mask: torch.Tensor) -> None:
+        super().__init__()
+        self.qkv, self.out, self.mask = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), mask
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, self.mask)
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+
+BLOCKS, HEADS, WIDTH = 4, 4, 256
+
+
+@pytest.mark.parametrize("tokens", [1021, 1024])
+@pytest.mark.parametrize("kernel", [SDPBackend.EFFICIENT_ATTENTION, None])
+def test_selective_makes_additive_masks_again_and_calls_the_same_kernel(kernel: SDPBackend | None, tokens: int) -> None:
+    torch.manual_seed(0)
+    mask = torch.rand(1, 1, tokens, tokens, device="cuda") > 0.3
+    mask[..., 0] = True
+    model = Chain([Masked(mask) for _ in range(BLOCKS)]).to("cuda", torch.bfloat16)
+    x = torch.randn(1, tokens, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with sdpa_kernel(kernel) if kernel is not None else contextlib.nullcontext():
+            plain = step(model, lambda: model(x))
+            with lowtide.attach(model, backend="torch-selective") as handle:
+                ours = step(model, lambda: model(x))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, value in plain.items():
+        assert torch.equal(value, ours[name]), name  # type: ignore[arg-type]
+    receipt = handle.receipt()
+    assert receipt.totals["recompute_calls"] == BLOCKS
+    if kernel is SDPBackend.EFFICIENT_ATTENTION:
+        assert receipt.fallbacks == ()
+        assert max(block.kept_bytes for block in receipt.blocks) < mask.numel() * 2, "the mask in bfloat16 is larger"
+
+
+def test_cudnn_s_attention_is_given_the_boolean_mask() -> None:
+    q = torch.randn(1, HEADS, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    mask = torch.ones(64, 64, dtype=torch.bool, device="cuda")
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        assert not adds_mask((q, q, q, mask), {})
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        assert adds_mask((q, q, q, mask), {})
