@@ -69,7 +69,7 @@ def _choice(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> int:
-    return torch._fused_sdp_choice(
+    return torch._fused_sdp_choice(  # pyright: ignore[reportPrivateImportUsage]
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
 
