@@ -6,7 +6,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 
 from lowtide.auto.handle import AutoHandle
 from lowtide.bench.attention import kernels
-from lowtide.bench.isolate import Died, in_turn, isolated
+from lowtide.bench.isolate import Died, isolated
 from lowtide.bench.modes import mode
 from lowtide.bench.planned import planned
 from lowtide.bench.record import Condition, Figures, Record
@@ -26,9 +26,6 @@ from lowtide.measure.cover import uncovered
 from lowtide.testing import cpu_offload
 
 _FEWEST_STEPS = 2
-_WANTED_MEMORY = ("oom", "failed")
-TOGETHER = "cells_together"
-"""Among what is told of a machine: how many cells were made ready at the same time."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +54,10 @@ class _Measured:
     peak_reserved_bytes: int = 0
 
 
-def run_cell(
-    condition: Condition,
-    effort: Effort,
-    device: str,
-    machine: Mapping[str, Any],
-    turn: Callable[[], None] | None = None,
-) -> Record:
-    """The record of a cell, whatever happens in it: an error is its state and reason. turn: called after the first
-    step, returns when the others may run; None: now."""
+def run_cell(condition: Condition, effort: Effort, device: str, machine: Mapping[str, Any]) -> Record:
+    """The record of a cell, whatever happens in it: an error is its state and reason."""
     try:
-        figures, receipt = _measure(condition, effort, device, turn)
+        figures, receipt = _measure(condition, effort, device)
         return Record(condition, "ok", machine, figures=figures, receipt=receipt)
     except torch.OutOfMemoryError as error:
         return Record(condition, "oom", machine, reason=_first_line(error))
@@ -85,32 +75,13 @@ def run_apart(condition: Condition, effort: Effort, device: str, machine: Mappin
         return Record(condition, "failed", machine, reason=str(ending))
 
 
-def run_together(
-    conditions: Sequence[Condition], effort: Effort, device: str, machine: Mapping[str, Any]
-) -> Iterator[Record]:
-    """``run_cell`` of each in a process of its own. All build, and make their first step, at the same time; the other
-    steps of one run while the others wait. What gives no figures so may have wanted for memory that others had: it
-    runs once more, alone, after the others."""
-    if len(conditions) == 1:
-        yield run_apart(conditions[0], effort, device, machine)
-        return
-    calls = [(condition, effort, device, {**machine, TOGETHER: len(conditions)}) for condition in conditions]
-    again = []
-    results = in_turn(run_cell, calls, device=device, timeout_s=effort.timeout_s)
-    for condition, result in zip(conditions, results, strict=True):
-        if isinstance(result, Died) or result.state in _WANTED_MEMORY:
-            again.append(condition)
-        else:
-            yield result
-    for condition in again:
-        yield run_apart(condition, effort, device, machine)
-
-
 @contextmanager
 def entered(condition: Condition, device: str) -> Iterator[tuple[Task, Handle | AutoHandle | None]]:
     """The task of a cell in the cell's mode; with a handle where lowtide is attached. Raises what building raises."""
     task = build(condition, device)
-    _give_back(device)  # what building left there is no part of the cell
+    if device != "cpu":
+        gc.collect()
+        torch.accelerator.empty_cache()  # what building left there is no part of the cell
     if condition.compile == "regional":
         compile_blocks(task)
     more: dict[str, Any] = {}
@@ -126,12 +97,10 @@ def entered(condition: Condition, device: str) -> Iterator[tuple[Task, Handle | 
         yield task, handle
 
 
-def _measure(
-    condition: Condition, effort: Effort, device: str, turn: Callable[[], None] | None
-) -> tuple[Figures, dict[str, Any] | None]:
+def _measure(condition: Condition, effort: Effort, device: str) -> tuple[Figures, dict[str, Any] | None]:
     begin = time.perf_counter()
     with entered(condition, device) as (task, handle):
-        measured = _steps(task, handle, effort, device, begin, turn)
+        measured = _steps(task, handle, effort, device, begin)
         receipt = receipt_of(task, handle) if handle is not None else None
     figures = Figures(
         step_s=statistics.median(measured.times_s),
@@ -148,14 +117,7 @@ def _measure(
     return figures, receipt
 
 
-def _steps(
-    task: Task,
-    handle: Handle | AutoHandle | None,
-    effort: Effort,
-    device: str,
-    begin: float,
-    turn: Callable[[], None] | None,
-) -> _Measured:
+def _steps(task: Task, handle: Handle | AutoHandle | None, effort: Effort, device: str, begin: float) -> _Measured:
     """Steps follow each other as in training; the host waits for the device once a step, for its time."""
     measured = _Measured()
     auto = handle if isinstance(handle, AutoHandle) else None
@@ -166,9 +128,6 @@ def _steps(
         synchronize(device)
         if number == 0:
             measured.first_step_s = time.perf_counter() - begin
-            if turn is not None:
-                _give_back(device)  # others make their first step meanwhile
-                turn()
         measured.warm_up_steps = number + 1
         if device != "cpu":  # now: the next step that auto measures resets it
             reserved.append(torch.accelerator.max_memory_reserved())
@@ -228,13 +187,6 @@ def compile_blocks(task: Task) -> None:
     """Regional compilation: each block compiled by itself, blocks of one class share what is compiled."""
     for block in task.blocks:
         block.compile()
-
-
-def _give_back(device: str) -> None:
-    """What PyTorch has cached of the device's memory."""
-    if device != "cpu":
-        gc.collect()
-        torch.accelerator.empty_cache()
 
 
 def synchronize(device: str) -> None:

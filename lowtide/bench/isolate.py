@@ -9,11 +9,11 @@ import functools
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,7 +23,6 @@ _T = TypeVar("_T")
 _PRELOAD = ["lowtide.bench.cell", "diffusers.models.attention_dispatch", "torch._dynamo"]
 _ASK_THE_DRIVER = "PYTORCH_NVML_BASED_CUDA_CHECK"  # so that `torch.cuda.is_available()` leaves a process fit to fork
 _OUT_OF_HOST_MEMORY = -9
-_READY = "ready for its turn"
 
 
 class Died(MachineError):
@@ -36,27 +35,6 @@ def isolated(function: Callable[..., _T], *arguments: Any, device: str, timeout_
     timeout_s: a process that takes longer is ended. Raises Died where it gave no result.
     """
     return _called(_context(device), function, arguments, timeout_s)
-
-
-def in_turn(
-    function: Callable[..., _T], calls: Sequence[tuple[Any, ...]], *, device: str, timeout_s: float = 1800.0
-) -> Iterator[_T | Died]:
-    """What ``function`` returns for each of the calls' arguments, each in a new process; all are begun together.
-
-    function: is given one argument more, to call once: it returns when all others have called theirs or ended, and the
-    turn has come. Where it never does, it has no turn. timeout_s: until then, and from then on. Yields Died, in its
-    place, where a process gave no result.
-    """
-    context = _context(device)
-    with ExitStack() as processes:
-        running = [processes.enter_context(_Process(context, _waiting, (function, call))) for call in calls]
-        heard = [process.hear(timeout_s) for process in running]
-        for process, word in zip(running, heard, strict=True):
-            with process:
-                if word == _READY:
-                    process.answer()
-                    word = process.hear(timeout_s)
-                yield word
 
 
 @functools.cache
@@ -79,67 +57,34 @@ def _can_use(device: str) -> bool:
 
 
 def _called(context: BaseContext, function: Callable[..., _T], arguments: tuple[Any, ...], timeout_s: float) -> _T:
-    with _Process(context, _without_turn, (function, arguments)) as process:
-        result = process.hear(timeout_s)
-    if isinstance(result, Died):
-        raise result
-    return result
-
-
-class _Process:
-    """Leads a session of its own, and is ended with the ``with``, and all that it started."""
-
-    def __init__(self, context: BaseContext, target: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        self._ours, theirs = context.Pipe()
-        self._process = context.Process(target=_run, args=(theirs, target, arguments), daemon=True)  # type: ignore[attr-defined]
-        self._process.start()
-        self._ended = False
-        theirs.close()
-
-    def hear(self, timeout_s: float) -> Any:
-        """What it sends next; Died where nothing comes."""
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(theirs, function, arguments), daemon=True)  # type: ignore[attr-defined]
+    process.start()
+    theirs.close()
+    with ours:
         try:
-            if not self._ours.poll(timeout_s):
-                return Died(f"took longer than {timeout_s:.0f} s")
-            return self._ours.recv()
+            if not ours.poll(timeout_s):
+                raise Died(f"took longer than {timeout_s:.0f} s")
+            return ours.recv()
         except EOFError:
-            self._process.join()
-            return Died(_ending(self._process.exitcode))
-
-    def answer(self) -> None:
-        with suppress(BrokenPipeError):  # it has died, which the next word tells
-            self._ours.send(None)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._ended:  # by now its number may be another process's
-            return
-        self._ended = True
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.kill()
-        self._process.join()
-        self._ours.close()
+            process.join()
+            raise Died(_ending(process.exitcode)) from None
+        finally:
+            _end(process)
 
 
-def _run(theirs: Connection, target: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _end(process: Any) -> None:
+    """The process and all that it started: it leads a session of its own."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
+
+
+def _send(theirs: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     os.setsid()
     with theirs:
-        theirs.send(target(theirs, *arguments))
-
-
-def _without_turn(theirs: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    return function(*arguments)
-
-
-def _waiting(theirs: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    def turn() -> None:
-        theirs.send(_READY)
-        theirs.recv()
-
-    return function(*arguments, turn)
+        theirs.send(function(*arguments))
 
 
 def _ending(code: int | None) -> str:

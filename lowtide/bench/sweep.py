@@ -67,27 +67,24 @@ def family_conditions(
 
 def sweep(
     conditions: Iterable[Condition],
-    run: Callable[[Sequence[Condition]], Iterable[Record]],
+    run: Callable[[Condition], Record],
     out: Path,
     card: str | None,
     tell: Callable[[Progress], None],
     again: bool = False,
-    together: int = 1,
 ) -> list[Record]:
-    """Run what is not finished and append each record to ``out`` as soon as it is there. again: run all. together: as
-    many conditions are given to ``run`` at a time.
+    """Run what is not finished and append each record to ``out`` as soon as it is there. again: run all.
 
     Finished is what has figures, ran out of memory or is unsupported, on a card of this name; what failed runs again.
     """
     done = set() if again else finished(out, card)
     todo = [condition for condition in _distinct(conditions) if condition.key not in done]
-    made: list[Record] = []
-    for first in range(0, len(todo), together):
-        tell(Progress(len(made), len(todo), todo[first]))
-        for record in run(todo[first : first + together]):
-            records.append(out, record)
-            tell(Progress(len(made), len(todo), record.condition, record))
-            made.append(record)
+    made = []
+    for number, condition in enumerate(todo):
+        tell(Progress(number, len(todo), condition))
+        made.append(run(condition))
+        records.append(out, made[-1])
+        tell(Progress(number, len(todo), condition, made[-1]))
     return made
 
 

@@ -18,7 +18,6 @@ from lowtide.cli.bench_common import (
     Rank,
     Size,
     Steps,
-    Together,
     VramBudget,
     WarmUp,
     budgets_of,
@@ -63,7 +62,6 @@ def synthetic(
     size: Size = "real",
     warm_up: WarmUp = 5,
     steps: Steps = 10,
-    together: Together = 1,
     again: Again = False,
 ) -> None:
     """Measure synthetic transformer blocks (width 3072, 24 heads), as public tables of offload have them."""
@@ -73,7 +71,7 @@ def synthetic(
         chosen = {"modes": mode_names(modes, vram_budget is not None), "budgets": budgets_of(vram_budget)}
         works = work or (sweep.SYNTHETIC if size == "real" else sweep.SYNTHETIC[:1])  # tiny ones are all the same
         cells = sweep.synthetic_conditions(works, adapters=_listed(adapter), **chosen, **common)
-        made = _swept(cells, out / "synthetic.jsonl", warm_up, steps, together, again)
+        made = _swept(cells, out / "synthetic.jsonl", warm_up, steps, again)
     show(*_ending(made, out))
 
 
@@ -92,7 +90,6 @@ def family(
     size: Size = "real",
     warm_up: WarmUp = 5,
     steps: Steps = 10,
-    together: Together = 1,
     again: Again = False,
 ) -> None:
     """Measure families in their real configuration with random weights: seconds a step and peak memory by mode."""
@@ -104,7 +101,7 @@ def family(
             _families(names), sizes=sizes_of(sizes or ()), most_parameters=most_parameters(largest),
             adapter=adapter, rank=rank if adapter == "lora" else None, **chosen, **common,
         )  # fmt: skip
-        made = _swept(cells, out / "family.jsonl", warm_up, steps, together, again)
+        made = _swept(cells, out / "family.jsonl", warm_up, steps, again)
     show(*_ending(made, out))
 
 
@@ -130,20 +127,13 @@ def _bench() -> Any:
     return sweep
 
 
-def _swept(
-    cells: "Iterable[Condition]", out: Path, warm_up: int, steps: int, together: int, again: bool
-) -> "list[Record]":
-    from lowtide.bench.cell import Effort, run_together
+def _swept(cells: "Iterable[Condition]", out: Path, warm_up: int, steps: int, again: bool) -> "list[Record]":
+    from lowtide.bench.cell import Effort, run_apart
     from lowtide.bench.isolate import isolated
     from lowtide.bench.provenance import machine
     from lowtide.bench.sweep import sweep
 
     wanted = [checked(cell) for cell in cells]
-    if together > 1 and any(cell.mode == AUTO and cell.vram_budget in (None, AUTO) for cell in wanted):
-        raise ConfigError(
-            f"mode {AUTO} takes what the card has free, and --together {together} lets others have it: give it a "
-            "--vram-budget, or run it without --together"
-        )
     device = device_for(wanted)
     facts = isolated(
         machine, device, device=device
@@ -151,15 +141,7 @@ def _swept(
     effort = Effort(warm_up, steps)
     with _told() as tell:
         try:
-            return sweep(
-                wanted,
-                lambda some: run_together(some, effort, device, facts),
-                out,
-                facts["card"],
-                tell,
-                again,
-                together,
-            )
+            return sweep(wanted, lambda cell: run_apart(cell, effort, device, facts), out, facts["card"], tell, again)
         except KeyboardInterrupt:
             say("Stopped. What was measured is written; run the same command again: it goes on from there.")
             raise typer.Exit(_INTERRUPTED) from None

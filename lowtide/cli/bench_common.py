@@ -29,15 +29,6 @@ VramBudget = Annotated[
     typer.Option(metavar="LIST", help="Of mode auto: 16GiB, or auto (what is free, the default). A cell each."),
 ]
 Steps = Annotated[int, typer.Option(metavar="N", min=2, help="Counted steps.")]
-Together = Annotated[
-    int,
-    typer.Option(
-        metavar="N",
-        min=1,
-        help="Cells that build and make their first step at the same time; the other steps of each run alone. Quicker, "
-        "where the memory is enough for all.",
-    ),
-]
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +109,9 @@ def test_an_error_of_the_work_is_not_laid_to_the_budget() -> None:
 def test_each_budget_is_a_cell_of_its_own_and_is_skipped_once_it_is_finished(tmp_path: Path) -> None:
     out, ran = tmp_path / "cells.jsonl", []
 
-    def runner(cells: Sequence[Condition]) -> list[Record]:
-        ran.extend((cell.mode, cell.vram_budget) for cell in cells)
-        return [Record(cell, "unsupported", {"card": "A card"}, reason="no schedule fits") for cell in cells]
+    def runner(cell: Condition) -> Record:
+        ran.append((cell.mode, cell.vram_budget))
+        return Record(cell, "unsupported", {"card": "A card"}, reason="no schedule fits")
 
     def swept(budgets: Budgets) -> list[tuple[str, int | str | None]]:
         ran.clear()

@@ -8,7 +8,7 @@ from torch import nn
 
 from lowtide import families
 from lowtide.bench import cell as cells
-from lowtide.bench.cell import TOGETHER, Effort, run_cell, run_together
+from lowtide.bench.cell import Effort, run_cell
 from lowtide.bench.modes import MODES
 from lowtide.bench.record import Condition, Record
 from lowtide.bench.sweep import family_conditions
@@ -16,7 +16,6 @@ from lowtide.bench.works import build, cut, depth_of
 from lowtide.measure.build import build_model
 from lowtide.measure.cover import uncovered
 from lowtide.runtime.resolve import resolve
-from tests.bench import processes
 from tests.contract.conftest import EVERY_MODE
 
 QUICK = Effort(warm_up=1, steps=2)
@@ -41,21 +40,6 @@ def test_every_mode_gives_figures_or_says_why_not(mode: str) -> None:
     attached = mode not in ("none", "torch-checkpoint", "diffusers")
     assert (record.receipt is not None) == attached
     assert record.inert == (["offload_attention: attention is recomputed"] if mode == "layer-offload" else [])
-
-
-def test_cells_together_are_the_cells_alone_and_what_found_no_memory_runs_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(cells, "run_cell", processes.without_memory)
-    modes = ["none", "ffn", "layer", "unsloth"]
-    records = list(run_together([tiny("sd3_medium", mode) for mode in modes], QUICK, "cpu", {"card": None}))
-    assert [record.condition.mode for record in records] == ["none", "unsloth", "ffn", "layer"]
-    assert [record.state for record in records] == ["ok"] * 4, [record.reason for record in records]
-    assert [record.machine.get(TOGETHER) for record in records] == [4, 4, None, None]
-    for record in records[1:]:
-        alone = run(record.condition)
-        assert record.receipt is not None and alone.receipt is not None
-        assert record.receipt["blocks"] == alone.receipt["blocks"]
 
 
 def test_the_receipt_counts_treatments() -> None:

@@ -1,6 +1,5 @@
 """Sweeps: what is finished is skipped, what failed runs again, an interruption costs the cell that it hit."""
 
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,16 +23,13 @@ class Runner:
         self.states = states
         self.stop_at = stop_at
         self.ran: list[str] = []
-        self.together: list[int] = []
 
-    def __call__(self, conditions: Sequence[Condition]) -> Iterator[Record]:
-        self.together.append(len(conditions))
-        for condition in conditions:
-            if condition.mode == self.stop_at:
-                raise KeyboardInterrupt
-            self.ran.append(condition.mode)
-            state = self.states.get(condition.mode, "ok")
-            yield Record(condition, state, CARD, figures=FIGURES if state == "ok" else None, reason=None)
+    def __call__(self, condition: Condition) -> Record:
+        if condition.mode == self.stop_at:
+            raise KeyboardInterrupt
+        self.ran.append(condition.mode)
+        state = self.states.get(condition.mode, "ok")
+        return Record(condition, state, CARD, figures=FIGURES if state == "ok" else None, reason=None)
 
 
 def swept(runner: Runner, out: Path, card: str = "A card", again: bool = False) -> list[Progress]:
@@ -69,18 +65,6 @@ def test_an_interruption_costs_one_cell(tmp_path: Path) -> None:
     after = Runner({})
     swept(after, out)
     assert after.ran == ["layer", "unsloth"]
-
-
-def test_cells_that_are_made_ready_together_are_told_and_written_one_by_one(tmp_path: Path) -> None:
-    out, told, runner = tmp_path / "cells.jsonl", [], Runner({})
-    sweep(CELLS, runner, out, "A card", told.append, together=2)
-    assert runner.together == [2, 1] and runner.ran == ["none", "layer", "unsloth"]
-    ended = [(item.number, item.total, item.condition.mode) for item in told if item.record is not None]
-    assert ended == [(0, 3, "none"), (1, 3, "layer"), (2, 3, "unsloth")]
-    out.unlink()
-    with pytest.raises(KeyboardInterrupt):
-        sweep(CELLS, Runner({}, stop_at="layer"), out, "A card", told.append, together=3)
-    assert [record.condition.mode for record in records.read(out)] == ["none"]
 
 
 def test_a_line_that_was_cut_short_is_left_out_and_the_next_stands_alone(tmp_path: Path) -> None:
