@@ -1,7 +1,7 @@
 """The trainer's configuration: a flat JSON file, checked whole before anything is loaded or written."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -211,19 +211,19 @@ class TrainConfig:
     def from_flat(cls, given: Mapping[str, Any]) -> "TrainConfig":
         """From flat keys, as JSON files have them; relative paths stay as they are.
 
-        Raises ConfigError for an unknown or missing key, a wrong value, or keys that contradict each other.
+        Raises ConfigError for unknown or missing keys, wrong values, or keys that contradict each other: names all.
         """
-        train, controls = _keys_of(TrainKeys), _keys_of(CheckpointConfig)
-        for key in given:
-            if key not in (*train, *controls):
-                raise ConfigError(f"unknown key {key!r}.{did_you_mean(key, (*train, *controls))} {_SEE}")
-        missing = [key for key in _REQUIRED if is_unset(given.get(key))]
-        if missing:
-            raise ConfigError(f"missing: {', '.join(missing)}. {_SEE}")
-        return cls(
-            TrainKeys(**{key: value for key, value in given.items() if key in train}),
-            CheckpointConfig(**{key: value for key, value in given.items() if key in controls}),
-        )
+        known = {model: _keys_of(model) for model in (TrainKeys, CheckpointConfig)}
+        mistakes = list(_misnamed(given, [key for keys in known.values() for key in keys]))
+        made: dict[type[Keys], Any] = {}
+        for model, keys in known.items():
+            try:
+                made[model] = model(**{key: value for key, value in given.items() if key in keys})
+            except ConfigError as error:
+                mistakes.append(str(error))
+        if mistakes:
+            raise ConfigError("\n".join(mistakes))
+        return cls(made[TrainKeys], made[CheckpointConfig])
 
     def as_flat_dict(self) -> dict[str, Any]:
         """Every key as a JSON file has it."""
@@ -234,6 +234,13 @@ class TrainConfig:
         flat = self.as_flat_dict()
         paths = {key: flat[key] for key in _INPUT_PATHS if flat[key] not in (None, QUICKSTART)}
         return {**flat, **{key: str(Path(path).expanduser().resolve()) for key, path in paths.items()}}
+
+
+def _misnamed(given: Mapping[str, Any], known: Sequence[str]) -> Iterator[str]:
+    yield from (f"unknown key {key!r}.{did_you_mean(key, known)} {_SEE}" for key in given if key not in known)
+    missing = [key for key in _REQUIRED if is_unset(given.get(key))]
+    if missing:
+        yield f"missing: {', '.join(missing)}. {_SEE}"
 
 
 _SEE = "docs/train.md lists the keys."

@@ -171,3 +171,18 @@ def test_the_examples_are_valid(quickstart: Path, name: str) -> None:
 def test_every_key_is_explained() -> None:
     for name, field in TrainKeys.model_fields.items():
         assert field.description and re.fullmatch(r".*[.]", field.description), name
+
+
+def test_all_mistakes_of_a_file_are_told_at_once() -> None:
+    given = {"model_family": "flux1x", "lr": 1, "train_batch_size": 0, "gradient_checkpointing_interval": -1}
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig.from_flat(given)
+    told = str(caught.value).splitlines()
+    begins = (
+        "unknown key 'lr'",
+        "missing: pretrained_model_name_or_path, data_dir",
+        "model_family",
+        "train_batch_size",
+    )
+    assert [line.startswith(begin) for line, begin in zip(told, begins, strict=False)] == [True] * 4
+    assert told[4].startswith("gradient_checkpointing_interval") and len(told) == 5
