@@ -18,6 +18,7 @@ from lowtide.measure.build import build_model
 from lowtide.measure.inputs import build_inputs
 from lowtide.measure.parity import loss_of
 from lowtide.runtime.kernel_arguments import adds_mask
+from tests.runtime.attention import attach
 from tests.runtime.toys import Block, Chain, step
 
 SETTINGS: list[dict[str, Any]] = [
@@ -199,7 +200,7 @@ def test_selective_makes_additive_masks_again_and_calls_the_same_kernel(kernel: 
     try:
         with sdpa_kernel(kernel) if kernel is not None else contextlib.nullcontext():
             plain = step(model, lambda: model(x))
-            with lowtide.attach(model, backend="torch-selective") as handle:
+            with attach(model) as handle:
                 ours = step(model, lambda: model(x))
     finally:
         torch.use_deterministic_algorithms(False)
