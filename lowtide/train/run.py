@@ -1,6 +1,7 @@
 """One run, from its configuration to its report."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,7 @@ def run(config: TrainConfig, reporter: Reporter) -> dict[str, Any] | None:
     if config.checkpointing.is_auto:
         budget_bytes(config.checkpointing.vram_budget)
     prepared = prepare(config, reporter)
+    _tell_smaller_batches(prepared, reporter.say)
     state, checkpoint = begin(config, prepared.cached.digest, reporter)
     session = _open(prepared, state, checkpoint)
     if planned is not None:
@@ -88,6 +90,13 @@ def run(config: TrainConfig, reporter: Reporter) -> dict[str, Any] | None:
     if state.step < config.keys.max_train_steps:
         return None
     return _finish(session, attached, compare_blocks(blocks, state.receipt))
+
+
+def _tell_smaller_batches(prepared: Prepared, say: Callable[[str], None]) -> None:
+    """A batch has pictures of one size: there may be too few of any."""
+    wanted, most = prepared.config.keys.train_batch_size, max(Counter(prepared.cached.buckets).values())
+    if most < wanted:
+        say(f"Batches hold {most} at most, not {wanted} (train_batch_size): there are no more pictures of one size.")
 
 
 def _check_that_it_can_run(path: str | None) -> None:

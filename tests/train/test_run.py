@@ -3,6 +3,7 @@
 import gc
 import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,13 @@ def test_a_setting_that_is_not_among_the_usual_ones_has_a_row_too(train: Train) 
     assert len(report["settings"]) == 6
     assert report["settings"][-1]["ran"]
     assert report["settings"][-1]["keys"]["gradient_checkpointing_interval"] == 3
+
+
+def test_batches_that_cannot_be_as_large_as_was_asked_are_told(train_and_tell: Callable[..., Any]) -> None:
+    _, told = train_and_tell(max_train_steps=1, train_batch_size=50)
+    assert re.search(r"Batches hold \d+ at most, not 50 \(train_batch_size\)", told)
+    _, told = train_and_tell(max_train_steps=1, train_batch_size=1, resume_from_checkpoint=False)
+    assert "Batches hold" not in told
 
 
 def test_accumulated_steps(train: Train, output: Path) -> None:
