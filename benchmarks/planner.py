@@ -49,8 +49,9 @@ ALLOCATOR = ("num_alloc_retries", "num_device_alloc", "num_device_free")
 """What PyTorch's allocator counts: caches given back for want of memory, and calls of the driver."""
 ENOUGH_S = 1.5
 """Of timed steps: no further one is begun after two."""
-TURNS, TURN_STEPS = 2, 3
-"""Turns of each side, and timed steps of each turn at least."""
+TURNS, TURN_STEPS = 4, 2
+"""Turns of each side, and timed steps of each turn at least: hosts drift, so many short turns say more than few long
+ones."""
 WORDS = (
     "kept", "kept+attention", "kept+saved", "ffn", "ffn+boundary", "ffn+boundary+attention", "selective",
     "selective+boundary+attention", "whole", "whole+boundary",
