@@ -31,7 +31,7 @@ from lowtide.runtime.link import can_offload
 from lowtide.runtime.receipt import Receipt
 from lowtide.runtime.resolve import ResolvedStack, resolve
 from lowtide.runtime.swap import Routes, intercept, release
-from lowtide.runtime.tracer import transformed
+from lowtide.runtime.transforms import transformed
 
 _MANY = 4
 """Forwards smaller than the largest, after which they run under the last plan until the next one that is measured."""

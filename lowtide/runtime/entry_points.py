@@ -6,6 +6,7 @@ torch.compile, get the kernel itself.
 """
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
@@ -87,12 +88,23 @@ def _watched(entry: EntryPoint, kernel: Kernel) -> Kernel:
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return kernel(*args, **kwargs)
+        if (bias := _bias_among(args, kwargs)) is not None:
+            return bias._dispatch(*args, **kwargs)
         observer = _here.observer
         if observer is None:
             return kernel(*args, **kwargs)
         return observer.call(entry, kernel, args, kwargs)
 
     return call
+
+
+def _bias_among(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """torch's class of masks that know attention by the name that a watched place has: it would not know the kernel.
+    What it calls instead comes through that place."""
+    bias = sys.modules.get("torch.nn.attention.bias")
+    if bias is None:
+        return None
+    return next((type(mask) for mask in (*args, *kwargs.values()) if isinstance(mask, bias.CausalBias)), None)
 
 
 class _Here(threading.local):

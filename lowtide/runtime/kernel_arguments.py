@@ -13,6 +13,8 @@ _MASK, _DROPOUT = (3, "attn_mask"), (4, "dropout_p")
 """Where torch's attention takes them, and, of the second, every kernel of diffusers' table."""
 _ADDING = {"cpu": SDPBackend.FLASH_ATTENTION, "cuda": SDPBackend.EFFICIENT_ATTENTION}
 """The kernels that add 0 or -inf where a mask is boolean. cuDNN's adds another number."""
+TORCHS = torch._C._nn.scaled_dot_product_attention  # pyright: ignore[reportAttributeAccessIssue]
+"""torch's attention, whoever stands in its place in ``torch.nn.functional``."""
 _ALIGNED = 8
 """Numbers of which the rows of a mask are a multiple, or a kernel on CUDA copies it."""
 
@@ -48,15 +50,27 @@ def autocast_to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype) if _autocast_dtype(tensor) == dtype else tensor
 
 
-def adds_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether torch's attention, called so, makes an additive mask of a boolean one, and saves that for backward."""
-    mask = _given(_MASK, args, kwargs)
-    if not (isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and is_plain(mask)):
+def adds_mask(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether ``kernel`` is torch's own attention and, called so, makes an additive mask of a boolean one, and saves
+    that for backward."""
+    mask, query = boolean_mask(args, kwargs), _query(args, kwargs)
+    if kernel is not TORCHS or mask is None or not isinstance(query, torch.Tensor):
         return False
-    if mask.is_meta:  # a trace, which counts on such a kernel
+    if query.is_meta:  # a trace, which counts on such a kernel
         return True
-    kernel = _ADDING.get(mask.device.type)
-    return kernel is not None and _choice(*args, **kwargs) == kernel.value
+    adding = _ADDING.get(query.device.type)
+    if adding is None or torch._C._len_torch_function_stack():  # a mode may look at the mask
+        return False
+    try:
+        return _choice(*args, **kwargs) == adding.value
+    except (TypeError, RuntimeError):  # the kernel says what is wrong
+        return False
+
+
+def boolean_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The mask that torch's attention is given, if it is a plain boolean one."""
+    mask = _given(_MASK, args, kwargs)
+    return mask if isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and is_plain(mask) else None
 
 
 def _choice(
@@ -74,23 +88,30 @@ def _choice(
     )
 
 
-def with_additive_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """With the additive mask that torch would make of a boolean one: what a kernel saves is an argument then."""
-    query = args[0] if args else kwargs["query"]
-    added = _additive(_given(_MASK, args, kwargs), query.dtype)
+def with_additive_mask(
+    mask: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of torch's attention with the additive mask that it would make of a boolean one."""
+    added = _additive(mask, _query(args, kwargs))
     place, name = _MASK
     if len(args) > place:
         return (*args[:place], added, *args[place + 1 :]), kwargs
     return args, {**kwargs, name: added}
 
 
-def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if mask.is_meta:
-        return mask.to(dtype)  # values do not matter
-    width = mask.shape[-1] if mask.dim() else 1
-    padded = -(-width // _ALIGNED) * _ALIGNED if mask.is_cuda and mask.dim() else width
-    made = mask.new_zeros((*mask.shape[:-1], padded) if mask.dim() else (), dtype=dtype)
-    return (made[..., :width] if mask.dim() else made).masked_fill_(mask.logical_not(), -math.inf)
+def _additive(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    if query.is_meta:
+        return mask.to("meta", query.dtype)  # values do not matter
+    if not mask.dim():
+        return mask.new_zeros((), dtype=query.dtype).masked_fill_(mask.logical_not(), -math.inf)
+    width = mask.shape[-1]
+    padded = -(-width // _ALIGNED) * _ALIGNED if mask.is_cuda else width
+    made = mask.new_zeros((*mask.shape[:-1], padded), dtype=query.dtype)[..., :width]
+    return made.masked_fill_(mask.logical_not(), -math.inf)
+
+
+def _query(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0] if args else kwargs.get("query")
 
 
 def _given(argument: tuple[int, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,8 +12,10 @@ output. Rules (the numbering of segment.py goes on):
 28. A kernel that draws random numbers leaves the generators as they were after it, in the replay too.
 29. A kernel under somebody else's saved-tensor hooks inside the block is theirs: it runs again.
 30. A block that differentiates within its own forward (rule 14) needs its attention in the graph: all of it runs again.
-31. The additive mask that a kernel makes of a boolean one can be as large as the attention matrix, and is no result: it
-    is made before the kernel, and again in the replay.
+31. The additive mask that torch makes of a boolean one can be as large as the attention matrix, and is no result: it is
+    made before the kernel, and again in the replay. A boolean mask that outlives the call may be exchanged before
+    that: it is held, and checked, as autograd would the additive one.
+32. A kernel inside a transform of functorch's is part of that: it runs again.
 """
 
 import functools
@@ -37,24 +39,29 @@ from lowtide.runtime.kernel_arguments import (
     adds_mask,
     as_autocast_would,
     autocast_to,
+    boolean_mask,
     draws_random,
     is_plain,
     storage_bytes,
     tensors_among,
     with_additive_mask,
 )
-from lowtide.runtime.placeholder import Hold, Hooks, PlaceHolder, address_of, held_elsewhere, nobody, unpack
+from lowtide.runtime.placeholder import Hold, Hooks, PlaceHolder, Weight, address_of, held_elsewhere, nobody, unpack
+from lowtide.runtime.transforms import transformed
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
     from lowtide.runtime.segment import Call, Collector, Segment
 
+_ALONE = 2
+"""Users of a storage of one tensor: that, and Python's object for the storage."""
 MOST_KEPT = 4
 """A kernel is recomputed where keeping it would take more than so many times the bytes of its outputs."""
 
 _NO_KERNEL = "no attention kernel was called in it, so it is recomputed whole"
 _CHANGED = "its attention output is modified in place, so attention is recomputed"
 _OTHERS = "saved-tensor hooks inside it take what its attention kernel saves, so attention is recomputed"
+_TRANSFORMED = "its attention kernel runs inside a transform of torch.func, so attention is recomputed"
 _READ = "it reads its saved tensors in its own forward, so attention is recomputed"
 
 
@@ -138,12 +145,13 @@ class _OfArgument:
 class _Recorded:
     """One kernel call of which everything is kept that its replay needs."""
 
-    __slots__ = ("added", "arguments", "outputs", "random", "requires_grad", "saved", "structure")
+    __slots__ = ("adds_mask", "arguments", "mask", "outputs", "random", "requires_grad", "saved", "structure")
 
     def __init__(self, arguments: list[torch.Tensor], saved: list[_OfArgument | StandIn]) -> None:
         self.arguments = [(tensor.shape, tensor.dtype, tensor.device, tensor.stride()) for tensor in arguments]
         self.saved = saved
-        self.added = False  # its mask (rule 31)
+        self.adds_mask = False
+        self.mask: Weight | None = None  # boolean, that outlives the call
         self.structure: Structure
         self.outputs: list[Kept] = []
         self.requires_grad: list[bool] = []
@@ -229,12 +237,20 @@ class KernelLog:
             if recorded is not None and any(map(Kept.is_changed, recorded.outputs)):
                 self.calls[number] = None  # rule 26
                 self.note(_CHANGED)
+            elif recorded is not None and recorded.mask is not None and _is_alone(recorded.mask.tensor):
+                recorded.mask = None  # made in the call: what it was made of is there in the replay
         if self.read and any(self.calls):  # rule 30
             self.calls = [None] * len(self.calls)
             self.note(_READ)
         if drops and not self.calls:
             self.note(_NO_KERNEL)
         self.hold = self.on_keep = self.on_kernel = self.on_note = self._outside = None
+
+
+def _is_alone(tensor: torch.Tensor) -> bool:
+    """Whether nobody else has its storage."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) <= _ALONE
 
 
 def _watching(entries: Sequence[EntryPoint], observer: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any):
@@ -262,14 +278,15 @@ class Recorder:
         calls.append(None)
         if not torch.is_grad_enabled():
             return unwatched(kernel, args, kwargs)
-        if not self._is_ours():
-            self._log.note(_OTHERS)
+        reason = _TRANSFORMED if transformed() else None if self._is_ours() else _OTHERS
+        if reason is not None:
+            self._log.note(reason)
             return unwatched(kernel, args, kwargs)
         if entry.autocasts:
             args, kwargs = as_autocast_would(args, kwargs)
-        added = entry.adds_masks and adds_mask(args, kwargs)
-        if added:
-            args, kwargs = with_additive_mask(args, kwargs)
+        mask = boolean_mask(args, kwargs) if entry.adds_masks and adds_mask(kernel, args, kwargs) else None
+        if mask is not None:
+            args, kwargs = with_additive_mask(mask, args, kwargs)
         arguments = tensors_among(args, kwargs)
         if not all(map(is_plain, arguments)):
             self._note_kind(arguments)
@@ -279,8 +296,8 @@ class Recorder:
             with saved_tensors_hooks(saves.pack, unpack):
                 output = unwatched(kernel, args, kwargs)
             recorded = calls[number] = self._recorded(saves, arguments, output, draws_random(args, kwargs))
-            if recorded is not None:
-                recorded.added = added
+            if recorded is not None and mask is not None:
+                recorded.adds_mask, recorded.mask = True, Weight(mask, self._call.name)
         except BaseException:
             saves.drop()  # a block may try another kernel
             raise
@@ -441,7 +458,9 @@ class Player:
         recorded = calls[number]
         if recorded is None or any(map(Kept.is_changed, recorded.outputs)):
             return unwatched(kernel, args, kwargs)
-        arguments = tensors_among(*(with_additive_mask(args, kwargs) if recorded.added else (args, kwargs)))
+        if recorded.adds_mask:
+            args, kwargs = self._with_mask(recorded, args, kwargs)
+        arguments = tensors_among(args, kwargs)
         if entry.autocasts and len(arguments) == len(recorded.arguments):
             wanted = [was[1] for was in recorded.arguments]
             arguments = [autocast_to(tensor, dtype) for tensor, dtype in zip(arguments, wanted, strict=True)]
@@ -454,6 +473,15 @@ class Player:
         leaves = [t.requires_grad_(needs) for t, needs in zip(outputs, recorded.requires_grad, strict=True)]
         write_random(recorded.random)
         return rebuild(recorded.structure, leaves)
+
+    def _with_mask(
+        self, recorded: _Recorded, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        mask = boolean_mask(args, kwargs) if recorded.mask is None else recorded.mask.take()
+        if mask is None:
+            told = "it passes a boolean mask in forward and none on recomputation"
+            raise mismatch(self._call, f"of attention call {self._number - 1} {told}")
+        return with_additive_mask(mask, args, kwargs)
 
     def _other_number(self) -> ReplayError:
         forward = len(self._log.calls)

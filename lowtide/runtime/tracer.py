@@ -13,10 +13,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import nn
 from torch._C._autograd import _saved_tensors_hooks_is_enabled  # pyright: ignore[reportAttributeAccessIssue]
-from torch._C._functorch import peek_interpreter_stack
 
 from lowtide.plan.schedule import ATTENTION, BOUNDARY, FFN, IN_SEGMENTS, KEPT, SAVED, SELECTIVE
 from lowtide.runtime.context import Context, Provider, accelerator, default_generators
@@ -27,6 +25,7 @@ from lowtide.runtime.placeholder import Hold, Packed, packs_outside
 from lowtide.runtime.segment import Call, Depth, Nesting, Segment
 from lowtide.runtime.selective import KernelLog
 from lowtide.runtime.store import Store
+from lowtide.runtime.transforms import transformed
 from lowtide.runtime.unit import MOVED, WAKES, Unit
 
 
@@ -282,15 +281,6 @@ class Tracer:
             return self._keep(unit, original, module, args, kwargs, f"it is given a {kind}, which it may change unseen")
         finally:
             self.nesting.depth -= 1
-
-
-def transformed() -> bool:
-    """Whether a transform of functorch, a trace or forward-mode differentiation is going on."""
-    return (
-        peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-        or forward_ad._current_level >= 0  # its level has ended by the time of backward
-    )
 
 
 def _weight_addresses(call: Call) -> set[int]:

@@ -17,7 +17,7 @@ from lowtide import families
 from lowtide.measure.build import build_model
 from lowtide.measure.inputs import build_inputs
 from lowtide.measure.parity import loss_of
-from lowtide.runtime.kernel_arguments import adds_mask
+from lowtide.runtime.kernel_arguments import TORCHS, adds_mask
 from tests.runtime.attention import attach
 from tests.runtime.toys import Block, Chain, step
 
@@ -232,6 +232,6 @@ def test_cudnn_s_attention_is_given_the_boolean_mask() -> None:
     q = torch.randn(1, HEADS, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     mask = torch.ones(64, 64, dtype=torch.bool, device="cuda")
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        assert not adds_mask((q, q, q, mask), {})
+        assert not adds_mask(TORCHS, (q, q, q, mask), {})
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-        assert adds_mask((q, q, q, mask), {})
+        assert adds_mask(TORCHS, (q, q, q, mask), {})

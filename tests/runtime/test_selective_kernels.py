@@ -15,7 +15,6 @@ from lowtide.measure.build import build_model
 from lowtide.measure.inputs import build_inputs
 from lowtide.measure.parity import compare, run_step
 from lowtide.plan.schedule import Schedule
-from lowtide.runtime.kernel_arguments import adds_mask
 from lowtide.runtime.resolve import resolve
 from tests.runtime.attention import (
     HEADS,
@@ -146,33 +145,6 @@ def test_what_is_kept_is_the_output_and_its_log_sum_exp() -> None:
     boundary = out = 2 * TOKENS * WIDTH * 4
     lse = 2 * TOKENS * HEADS * 4
     assert [block.kept_bytes for block in receipt.blocks] == [boundary + out + lse] * 3
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_additive_mask_of_a_boolean_one_is_made_again(dtype: torch.dtype) -> None:
-    """It may be as large as the attention matrix; each head here has one of its own."""
-    mask = torch.rand(2, HEADS, TOKENS, TOKENS).gt(0.2)
-    mask[:, :, :, 0] = True
-    model = chain(sdpa_with(attn_mask=mask))
-
-    def run() -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
-            return model(inputs()).float()
-
-    receipt = assert_selective(model, run)
-    boundary, out, lse = 2 * TOKENS * WIDTH * 4, 2 * TOKENS * WIDTH * dtype.itemsize, 2 * TOKENS * HEADS * 4
-    assert receipt.blocks[1].kept_bytes == boundary + out + lse
-    assert receipt.blocks[1].recomputed_bytes > mask.numel() * dtype.itemsize
-    assert not receipt.fallbacks
-
-
-def test_a_mask_is_left_to_kernels_that_make_something_else_of_it() -> None:
-    q = torch.randn(1, HEADS, 8, 16, requires_grad=True)
-    mask = torch.ones(8, 8, dtype=torch.bool)
-    assert adds_mask((q, q, q, mask), {}) and adds_mask((q, q, q), {"attn_mask": mask})
-    assert not adds_mask((q, q, q, mask.float()), {}) and not adds_mask((q, q, q), {"is_causal": True})
-    with sdpa_kernel(SDPBackend.MATH):
-        assert not adds_mask((q, q, q, mask), {})
 
 
 def test_under_autocast_the_cast_arguments_are_recomputed_too() -> None:
