@@ -44,6 +44,10 @@ Accumulation = Annotated[
         help="Backwards before an update. With more than one, all gradients lie there when backward begins.",
     ),
 ]
+NoAutocast = Annotated[
+    bool,
+    typer.Option("--no-autocast", help="All in bf16, what is trained too, instead of float32 under bf16 autocast."),
+]
 CardName = Annotated[
     str | None,
     typer.Option(
@@ -77,6 +81,7 @@ def plan(
     optimizer: Optimizer = "adamw",
     ema: Ema = False,
     accumulation: Accumulation = 1,
+    no_autocast: NoAutocast = False,
     card: CardName = None,
     host_memory: HostMemory = None,
     save: Save = None,
@@ -99,6 +104,7 @@ def plan(
             _optimizer(optimizer),
             ema,
             accumulation,
+            not no_autocast,
         )
         planned = plan_for(wish, fits=not no_fits, told=told)
     if save is not None and planned.plan is not None:
@@ -191,10 +197,9 @@ def _write(path: Path, planned: "Planned") -> None:
 
     assert planned.plan is not None
     save_plan(path, planned.plan, planned.conditions)
-    number = planned.wish.accumulation
-    update = "an update after each backward" if number == 1 else f"an update after {number} backwards"
-    made = f"{planned.trained_text}, the sizes above, and {update}"
-    say(f"The plan is in {path}. It is for {made}: with more, the peak is higher.")
+    added = "an update after each backward" if planned.wish.accumulation == 1 else "gradients that add up"
+    made = f"{planned.trained_text}, {planned.wish.precision}, the sizes above, and {added}"
+    say(f"The plan is in {path}. It is for {made}: with more of any, the peak is higher.")
 
 
 def _in_words(planned: "Planned", usual_host_limit: bool) -> Iterator[str]:
@@ -242,7 +247,7 @@ _RESERVED = (
 )
 
 
-_AS_MADE = "Gradients of blocks come as backward makes them: activations have their room until then (--accumulation 1)."
+_UNTIL_THEN = "activations have their room until then (--accumulation 1)"
 
 
 def _host_limit(planned: "Planned", usual: bool) -> str:
@@ -267,9 +272,15 @@ def _bound(planned: "Planned") -> Iterator[str]:
 
 
 def _residents(planned: "Planned") -> str:
+    late, wish = planned.late_gradients_bytes if planned.wish.rank is None else 0, planned.wish
     parts: dict[str, Any] = vars(planned.residents)
+    parts = parts | {"gradients_bytes": parts["gradients_bytes"] - late}
     listed = ", ".join(f"{name.removesuffix('_bytes')} {format_bytes(size)}" for name, size in parts.items() if size)
-    told = f"There throughout: {format_bytes(planned.residents.total_bytes)} ({listed})."
-    if planned.wish.rank is not None or planned.wish.accumulation > 1:
-        return told
-    return f"{told} {_AS_MADE}"
+    told = [f"There throughout: {format_bytes(planned.residents.total_bytes - late)} ({listed})."]
+    if late:
+        told.append(f"{format_bytes(late)} of gradients come as backward makes them, block by block: {_UNTIL_THEN}.")
+    elif wish.rank is None:
+        told.append(f"Gradients add up over {wish.accumulation} backwards.")
+    if wish.rank is None and planned.update_bytes:
+        told.append(f"An update by {wish.optimizer} takes {format_bytes(planned.update_bytes)} more for a moment.")
+    return " ".join(told)

@@ -1,6 +1,7 @@
 """``lowtide plan``: the quickest schedule for a model, its inputs and a budget, from shapes alone."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,11 +13,21 @@ from lowtide.measure.adapter import add_lora
 from lowtide.measure.allowed import allowed_sizes, check_sizes
 from lowtide.measure.build import Target, config_of, open_target
 from lowtide.measure.cards import Card
+from lowtide.measure.casting import Casting
 from lowtide.measure.fits import Asked, Fit, what_fits
 from lowtide.measure.forecast import forecast
 from lowtide.measure.hints import Need, hints
 from lowtide.measure.inputs import namespace
-from lowtide.measure.residents import ADAMW, STATE_BYTES, Residents, block_gradients, residents
+from lowtide.measure.residents import (
+    ADAMW,
+    BFLOAT16_BYTES,
+    FLOAT32_BYTES,
+    Residents,
+    block_gradients,
+    residents,
+    state_bytes,
+    update_bytes,
+)
 from lowtide.plan.answer import Plan
 from lowtide.plan.costs import StepCosts
 from lowtide.plan.explain import as_dict, prediction_dict
@@ -24,7 +35,8 @@ from lowtide.plan.solve import smallest_peak, solve
 from lowtide.runtime.resolve import ResolvedStack, resolve
 from lowtide.units import format_bytes
 
-_FLOAT32_BYTES = 4
+_CAST_BYTES = 2
+"""Of a weight that autocast has cast; it keeps those of a forward until that ends."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +44,10 @@ class Wish:
     """What is to be trained, and in how much memory.
 
     target: a family's name or a model's folder. sizes: of the inputs, by the names of the family's row. rank: of a
-    LoRA; None: all weights are trained. What is trained is in float32, under bf16 autocast. budget_bytes: what PyTorch
-    may reserve. host_limit_bytes: CPU memory for what moves; None: no limit. optimizer: one of
-    ``residents.STATE_BYTES``. ema: whether a mean of the trained weights lies on the device. accumulation: backwards
-    before an update, which clears gradients: with one, they are not there before backward makes them.
+    LoRA; None: all weights are trained. budget_bytes: what PyTorch may reserve. host_limit_bytes: CPU memory for what
+    moves; None: no limit. optimizer: one of ``residents.STATE_BYTES``. ema: whether a mean of the trained weights lies
+    on the device. accumulation: backwards before an update, which clears gradients: with one, they are not there before
+    backward makes them. autocast: what is trained is in float32, and computed under bf16 autocast; else all is in bf16.
     """
 
     target: str
@@ -47,11 +59,23 @@ class Wish:
     optimizer: str = ADAMW
     ema: bool = False
     accumulation: int = 1
+    autocast: bool = True
+
+    @property
+    def trained_bytes(self) -> int:
+        """Of a weight that is trained."""
+        return FLOAT32_BYTES if self.autocast else BFLOAT16_BYTES
+
+    @property
+    def precision(self) -> str:
+        """For people."""
+        return "bf16 autocast" if self.autocast else "bf16"
 
 
 @dataclass(frozen=True)
 class Planned:
-    """plan: None where nothing fits; refusal says so then. sizes: all of the inputs.
+    """plan: None where nothing fits; refusal says so then. sizes: all of the inputs. late_gradients_bytes: of the
+    residents, what is not there before backward makes it. update_bytes: what an update takes beside them.
 
     without_limit: the plan with no limit on CPU memory, where it needs more than the limit, and is quicker or alone
     fits; None: the limit does not bind.
@@ -63,6 +87,8 @@ class Planned:
     parameters: int
     trained: int
     residents: Residents
+    late_gradients_bytes: int
+    update_bytes: int
     smallest_peak_bytes: int
     plan: Plan | None
     refusal: str | None
@@ -84,6 +110,8 @@ class Planned:
             wish.optimizer,
             wish.rank is None,
             self.without_limit is not None,
+            self.update_bytes,
+            wish.accumulation,
         )
 
     @property
@@ -98,6 +126,7 @@ class Planned:
         told["trained_parameters"] = str(self.trained)
         told["optimizer"] = self.wish.optimizer + (", EMA" if self.wish.ema else "")
         told["accumulation"] = str(self.wish.accumulation)
+        told["precision"] = self.wish.precision
         return told | {name: str(value) for name, value in self.sizes.items()}
 
     @property
@@ -122,10 +151,13 @@ class Planned:
             "optimizer": self.wish.optimizer,
             "ema": self.wish.ema,
             "accumulation": self.wish.accumulation,
+            "precision": self.wish.precision,
             "budget_bytes": self.wish.budget_bytes,
             "host_limit_bytes": self.wish.host_limit_bytes,
             "host_limit_binds": self.without_limit is not None,
             "residents": vars(self.residents) | {"total_bytes": self.residents.total_bytes},
+            "late_gradients_bytes": self.late_gradients_bytes,
+            "update_bytes": self.update_bytes,
             "smallest_peak_bytes": self.smallest_peak_bytes,
             "plan": None if self.plan is None else as_dict(self.plan),
             "without_host_limit": None
@@ -136,6 +168,9 @@ class Planned:
             "fits": [vars(fit) for fit in self.fits],
             "warnings": list(self.warnings),
         }
+
+
+_CUDA = torch.device("cuda")  # autocast there is what is emulated
 
 
 def _tell_nobody(text: str) -> None:
@@ -168,6 +203,8 @@ def plan_for(wish: Wish, fits: bool = True, told: Callable[[str], None] = _tell_
         model.parameters,
         model.trained,
         lying,
+        sum(costs.gradient_bytes[kind] for kinds in costs.stacks.values() for kind in kinds),
+        forecaster.update_bytes(model),
         forecaster.smallest_peak(wish.rank, sizes),
         plan,
         refusal,
@@ -212,7 +249,7 @@ class _Forecaster:
     def model(self, rank: int | None) -> _Model:
         if rank not in self._models:
             self._told(f"building {self.wish.target}" + (f" with a LoRA of rank {rank}" if rank else ""))
-            self._models[rank] = _built(self.wish.target, rank)
+            self._models[rank] = _built(self.wish.target, rank, self.wish.autocast)
         return self._models[rank]
 
     def sizes(self, chosen: Mapping[str, int]) -> dict[str, int]:
@@ -237,10 +274,18 @@ class _Forecaster:
         except (RuntimeError, MemoryError) as error:  # masks and whole numbers are made, since they may decide shapes
             raise ConfigError(f"inputs of these sizes cannot be made on this machine: {error}") from error
         lying = self._residents(model, inputs)
-        costs = forecast(model, built.stacks, inputs, self.wish.card, lying.total_bytes, host_limit_bytes=limit)
+        with Casting(_CUDA) if self.wish.autocast else nullcontext():
+            costs = forecast(model, built.stacks, inputs, self.wish.card, lying.total_bytes, host_limit_bytes=limit)
+        late_bytes = 0
         if self.wish.accumulation == 1:
-            costs = costs.with_gradients(block_gradients(model, built.stacks, costs.stacks, _FLOAT32_BYTES))
-        return costs, lying
+            costs = costs.with_gradients(block_gradients(model, built.stacks, costs.stacks))
+            late_bytes = sum(costs.gradient_bytes[kind] for kinds in costs.stacks.values() for kind in kinds)
+        cast_bytes = _CAST_BYTES * built.trained if self.wish.autocast else 0
+        after_forward, in_update = cast_bytes - late_bytes, self.update_bytes(built)
+        return replace(costs, elsewhere_bytes=lying.total_bytes + max(after_forward, in_update)), lying
+
+    def update_bytes(self, built: _Model) -> int:
+        return built.trained * update_bytes(self.wish.optimizer, self.wish.trained_bytes)
 
     def smallest_peak(self, rank: int | None, sizes: Mapping[str, int]) -> int:
         return smallest_peak(self.costs(rank, sizes)[0]).peak_bytes
@@ -253,8 +298,8 @@ class _Forecaster:
         return self._residents(self.model(self.wish.rank).target.model, {}).total_bytes
 
     def _residents(self, model: nn.Module, inputs: Mapping[str, Any]) -> Residents:
-        state_bytes = STATE_BYTES[self.wish.optimizer]
-        return residents(model, inputs, trained_bytes=_FLOAT32_BYTES, state_bytes=state_bytes, ema=self.wish.ema)
+        kept = state_bytes(self.wish.optimizer, self.wish.trained_bytes)
+        return residents(model, inputs, state_bytes=kept, ema=self.wish.ema)
 
     def adapter_bytes(self) -> int:
         """Of what is trained: its weights, gradients, optimizer states and mean."""
@@ -262,7 +307,7 @@ class _Forecaster:
         return 2 * lying.gradients_bytes + lying.states_bytes + lying.ema_bytes
 
 
-def _built(name: str, rank: int | None) -> _Model:
+def _built(name: str, rank: int | None, autocast: bool) -> _Model:
     target = open_target(name, "real", device="meta", dtype=torch.bfloat16, folder_inputs="real")
     if target.build is None:
         raise ConfigError(
@@ -271,9 +316,13 @@ def _built(name: str, rank: int | None) -> _Model:
     model = target.model.train()
     parameters = sum(weight.numel() for weight in model.parameters())
     stacks = resolve(model, target.family.stacks if target.family else None)
-    if rank is not None:
+    trained_in = torch.float32 if autocast else torch.bfloat16
+    if rank is None:
+        for weight in model.parameters():
+            weight.data = weight.data.to(trained_in)
+    else:
         model.requires_grad_(False)
         with torch.device("meta"):  # or it is filled with random numbers in CPU memory
-            add_lora(model, stacks, rank)
+            add_lora(model, stacks, rank, trained_in)
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     return _Model(target, stacks, parameters, trained)

@@ -10,17 +10,20 @@ from torch import nn
 from lowtide.runtime.flatten import tensors_of
 from lowtide.runtime.resolve import ResolvedStack
 
+ADAMW, ADAMW_FUSED, ADAMW_8BIT = "adamw", "adamw-fused", "adamw-8bit"
 STATE_BYTES: Mapping[str, float] = {
-    "adamw": 8,
-    "adamw-8bit": 2,
+    ADAMW: 8,
+    ADAMW_FUSED: 8,
+    ADAMW_8BIT: 2,
     "lion": 4,
     "sgd-momentum": 4,
     "adafactor": 0,
     "sgd": 0,
 }
-"""What an optimizer keeps for a weight that is trained. Adafactor keeps a row and a column of a matrix: next to nothing
-(without momentum; Shazeer and Stern, arXiv:1804.04235). 8-bit: Dettmers et al., arXiv:2110.02861."""
-ADAMW = "adamw"
+"""What an optimizer keeps for a weight that is trained in float32. Adafactor keeps a row and a column of a matrix: next
+to nothing (without momentum; Shazeer and Stern, arXiv:1804.04235). 8-bit: Dettmers et al., arXiv:2110.02861, the same
+in any precision."""
+FLOAT32_BYTES, BFLOAT16_BYTES = 4, 2
 _RESERVED_SHARE = 0.02
 """What the allocator reserves beyond what tensors take, as a share of what is there throughout."""
 _WORKSPACE_BYTES = 72 * 2**20
@@ -75,16 +78,26 @@ def residents(
     return Residents(weights, trained, states, mean, given, _WORKSPACE_BYTES, reserved)
 
 
+def state_bytes(optimizer: str, trained_bytes: int) -> float:
+    """What an optimizer (of STATE_BYTES) keeps for a weight of so many bytes: of its precision, unless of 8 bits."""
+    return STATE_BYTES[optimizer] * (1 if optimizer == ADAMW_8BIT else trained_bytes / FLOAT32_BYTES)
+
+
+def update_bytes(optimizer: str, trained_bytes: int) -> int:
+    """What an update takes for a weight of so many bytes, for a moment: torch's AdamW on an accelerator, unless it is
+    fused, makes as much as the weights take (``foreach`` in its documentation)."""
+    return trained_bytes if optimizer == ADAMW else 0
+
+
 def block_gradients(
     model: nn.Module,
     stacks: Sequence[ResolvedStack],
     kinds: Mapping[str, Sequence[str]],
-    trained_bytes: int | None = None,
 ) -> dict[str, int]:
     """Bytes of the gradients that the backward of one block makes, by kind; the least of its blocks.
 
-    kinds: of every block, by stack (``StepCosts.stacks``). trained_bytes: see ``residents``. What is used outside of
-    the blocks, too, counts for none, and what several blocks use for the last of them.
+    kinds: of every block, by stack (``StepCosts.stacks``). What is used outside of the blocks, too, counts for none,
+    and what several blocks use for the last of them.
     """
     within = {id(module) for stack in stacks for _, block in stack.blocks for module in block.modules()}
     seen = {
@@ -98,8 +111,7 @@ def block_gradients(
         for (_, block), kind in reversed(list(zip(stack.blocks, kinds[stack.name], strict=True))):
             own = [weight for weight in block.parameters() if weight.requires_grad and id(weight) not in seen]
             seen |= {id(weight) for weight in own}
-            size = sum(weight.numel() * (trained_bytes or weight.element_size()) for weight in own)
-            found.setdefault(kind, []).append(size)
+            found.setdefault(kind, []).append(sum(weight.nbytes for weight in own))
     return {kind: min(sizes) for kind, sizes in found.items()}
 
 

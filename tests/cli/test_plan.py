@@ -93,7 +93,9 @@ def test_a_saved_plan_can_be_read(lowtide: Callable[..., Any], tmp_path: Path) -
     saved = load_plan(tmp_path / "plan.json")
     assert saved.conditions["card"] == "RTX 4090"
     assert saved.conditions["trained"] == "LoRA 16" and int(saved.conditions["trained_parameters"]) > 10**6
-    assert "It is for LoRA 16, the sizes above, and an update after each backward" in " ".join(done.stderr.split())
+    assert "It is for LoRA 16, bf16 autocast, the sizes above, and an update after each backward" in " ".join(
+        done.stderr.split()
+    )
     assert saved.schedule.stacks["transformer_blocks"].depth == 24
 
 
@@ -169,10 +171,13 @@ def test_the_usual_limit_on_cpu_memory_is_told(lowtide: Callable[..., Any]) -> N
     [
         (
             ("--budget", "4GiB"),
-            ("quantised base weights, which are not planned for: of 3.9", "that alone is over the budget", "RTX 3060"),
+            ("quantised base weights, which are not planned for: of 3.9", "another card, of", "RTX 3060"),
         ),
         (("--budget", "4.5GiB"), ("a smaller batch or resolution",)),
-        (("--budget", "22GiB", "--full"), ("a LoRA instead", "--optimizer adamw-8bit: 11.3 GiB less, which is enough")),
+        (
+            ("--budget", "22GiB", "--full"),
+            ("a LoRA instead", "adamw-fused: an update", "--optimizer adamw-8bit: 18.9 GiB less, which is enough"),
+        ),
         (("--budget", "2GiB", "--full", "--optimizer", "sgd"), ("a LoRA instead",)),
     ],
 )
@@ -185,6 +190,7 @@ def test_where_nothing_fits_it_says_what_can_help(
     for hint in hints:
         assert hint in said
     assert ("adamw-8bit" in said) == ("which is enough" in " ".join(hints))
+    assert ("a smaller batch" in said) == ("4.5GiB" in arguments), "it cannot help below what is there throughout"
 
 
 @pytest.fixture
@@ -239,17 +245,49 @@ def test_what_the_optimizer_keeps_counts(lowtide_json: Callable[..., Any], lowti
     assert (adamw["ema_bytes"], mean["ema_bytes"]) == (0, trained)
     wrong = lowtide(*SD3, "--budget", "8GiB", "--optimizer", "adam8bit")
     assert wrong.exit_code == 2
-    assert "--optimizer: 'adam8bit' is not allowed; allowed: adamw, adamw-8bit, lion" in wrong.stderr
+    assert "--optimizer: 'adam8bit' is not allowed; allowed: adamw, adamw-fused, adamw-8bit, lion" in wrong.stderr
 
 
 def test_gradients_leave_their_room_to_activations_until_backward_makes_them(
     lowtide: Callable[..., Any], lowtide_json: Callable[..., Any]
 ) -> None:
-    arguments = (*SD3, "--full", "--batch", "4", "--budget", "36GiB")
+    arguments = (*SD3, "--full", "--batch", "4", "--budget", "40GiB", "--optimizer", "adamw-fused")
     once, added_up = (lowtide_json(*arguments, "--accumulation", str(number)) for number in (1, 2))
     assert once["residents"] == added_up["residents"], "they are all there at the end of backward"
     assert once["smallest_peak_bytes"] <= added_up["smallest_peak_bytes"]
     assert once["plan"]["predicted"]["step_ms"] < added_up["plan"]["predicted"]["step_ms"]
-    said = "Gradients of blocks come as backward makes them"
+    assert (
+        once["late_gradients_bytes"]
+        > 0.9 * once["residents"]["gradients_bytes"]
+        > added_up["late_gradients_bytes"]
+        == 0
+    )
+    said = "of gradients come as backward makes them, block by block"
     assert said in " ".join(lowtide(*arguments).stdout.split())
-    assert said not in " ".join(lowtide(*arguments, "--accumulation", "2").stdout.split())
+    summed = " ".join(lowtide(*arguments, "--accumulation", "2").stdout.split())
+    assert said not in summed and "Gradients add up over 2 backwards." in summed
+
+
+def test_what_an_update_takes_counts(lowtide_json: Callable[..., Any], lowtide: Callable[..., Any]) -> None:
+    """torch's AdamW makes as much as the weights take, unless it is fused."""
+    arguments = (*SD3, "--full", "--budget", "60GiB")
+    plain, fused = (lowtide_json(*arguments, "--optimizer", name) for name in ("adamw", "adamw-fused"))
+    assert plain["residents"] == fused["residents"]
+    assert (plain["update_bytes"], fused["update_bytes"]) == (plain["residents"]["gradients_bytes"], 0)
+    assert plain["smallest_peak_bytes"] == plain["residents"]["total_bytes"] + plain["update_bytes"]
+    assert fused["smallest_peak_bytes"] < plain["smallest_peak_bytes"]
+    assert "An update by adamw takes 7.5" in " ".join(lowtide(*arguments).stdout.split())
+
+
+def test_autocast_is_wider_than_bfloat16(lowtide_json: Callable[..., Any]) -> None:
+    """Norms compute in float32 there; where all weights are trained, casts of weights are saved, too."""
+    for options in ((), ("--full",)):
+        wide, narrow = (lowtide_json(*SD3, "--budget", "80GiB", *options, *how) for how in ((), ("--no-autocast",)))
+        assert (wide["precision"], narrow["precision"]) == ("bf16 autocast", "bf16")
+        kept = [one["plan"]["predicted"]["peak_bytes"] - one["residents"]["total_bytes"] for one in (wide, narrow)]
+        assert kept[0] > 1.2 * kept[1]
+    assert (
+        narrow["residents"]["states_bytes"]
+        == 2 * narrow["residents"]["gradients_bytes"]
+        == wide["residents"]["states_bytes"] // 2
+    )
