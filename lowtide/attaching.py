@@ -15,6 +15,8 @@ from lowtide.plan.saved_plan import load_plan
 from lowtide.plan.schedule import MAX_SIZES, MIN_BYTES, Schedule
 
 _PREFIX = "gradient_checkpointing"
+_DENOISERS = ("transformer", "unet", "prior", "decoder")
+"""What pipelines call the model that is trained."""
 
 
 class _NotGiven(str):
@@ -62,6 +64,7 @@ def attach(
     """
     if unknown:
         _refuse(unknown)
+    _check_model(model)
     if isinstance(schedule, str) and is_unset(schedule):
         schedule = None
     if schedule is not None:
@@ -79,6 +82,15 @@ def attach(
     if config.is_auto:
         return AutoHandle(model, config, family)
     return attach_as(model, config, _schedule_of(schedule), family)
+
+
+def _check_model(model: Any) -> None:
+    """Raises ConfigError for what is no module: a pipeline is often given for the part of it that is trained."""
+    if isinstance(model, nn.Module):
+        return
+    parts = [name for name in _DENOISERS if isinstance(getattr(model, name, None), nn.Module)]
+    advice = f": give it the part that is trained, its .{parts[0]}" if parts else ""
+    raise ConfigError(f"attach() takes a torch.nn.Module, and this is a {type(model).__name__}{advice}")
 
 
 def _schedule_of(given: Any) -> Schedule | None:

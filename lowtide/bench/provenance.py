@@ -6,6 +6,7 @@ import subprocess
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def provenance(device: str = "cuda", commit: str | None = None) -> dict[str, Any
         "python": platform.python_version(),
         "machine": platform.machine(),
         "lowtide": lowtide.__version__,
-        "commit": commit or os.environ.get(COMMIT) or _first_line("git", "describe", "--always", "--dirty"),
+        "commit": commit or os.environ.get(COMMIT) or _own_commit(),
     }
 
 
@@ -52,6 +53,15 @@ def _versions(*packages: str) -> dict[str, str]:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     return found
+
+
+def _own_commit() -> str | None:
+    """Of the repository that this package belongs to, wherever somebody stands; a virtual environment may lie in one
+    that it does not."""
+    folder = Path(lowtide.__file__).parent
+    if _first_line("git", "-C", str(folder), "ls-files", "__init__.py") is None:
+        return None
+    return _first_line("git", "-C", str(folder), "describe", "--always", "--dirty")
 
 
 def _first_line(*command: str) -> str | None:

@@ -229,8 +229,10 @@ def _in_words(planned: "Planned", usual_host_limit: bool) -> Iterator[str]:
 
 
 def _heading(planned: "Planned") -> str:
-    told = {name: planned.sizes[name] for name in _WORDS if name in planned.sizes}
-    sizes = ", ".join(f"{_WORDS[name]} {value}" for name, value in told.items())
+    from lowtide.measure.allowed import SIZE_WORDS
+
+    told = {name: planned.sizes[name] for name in SIZE_WORDS if name in planned.sizes}
+    sizes = ", ".join(f"{SIZE_WORDS[name]} {value}" for name, value in told.items())
     trained = planned.trained_text
     if planned.wish.rank is not None:
         trained += f" ({count_in_words(planned.trained)})"
@@ -240,7 +242,6 @@ def _heading(planned: "Planned") -> str:
     )
 
 
-_WORDS = {"B": "batch", "FR": "frames", "SEC": "seconds", "W": "width", "H": "height", "T": "text tokens"}
 _RESERVED = (
     "Peaks hold with PYTORCH_ALLOC_CONF=expandable_segments:True; "
     "without it leave a tenth to a fifth of the budget free."

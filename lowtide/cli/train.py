@@ -43,7 +43,7 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
         show(
             as_it_is(
                 f"This run is done already: {report['steps']} steps. With a larger max_train_steps it goes on. To run "
-                f"it once more,\n{START_AFRESH}." + (f"\nIt ran with {otherwise}." if otherwise else "")
+                f"it once more, {START_AFRESH}." + (f"\nIt ran with {otherwise}." if otherwise else "")
             )
         )
     else:

@@ -10,7 +10,9 @@ from lowtide.errors import ConfigError
 from lowtide.families.row import Build
 
 _LATENT_SIDES = {"H": "h", "W": "w"}
-_NAMES = {"FR": "frames", "H": "height", "W": "width"}
+SIZE_WORDS = {"B": "batch", "FR": "frames", "SEC": "seconds", "W": "width", "H": "height", "T": "text tokens"}
+"""The sizes of inputs that people know by a word."""
+_CHECKED = ("FR", "H", "W")
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ def allowed_sizes(build: Build, config: Mapping[str, Any]) -> dict[str, Allowed]
     itself, a side of the latents is a multiple of its configuration's ``patch_size``.
     """
     found: dict[str, Allowed] = {}
-    for name in build.vars.keys() & _NAMES.keys():
+    for name in build.vars.keys() & set(_CHECKED):
         for size in _divided(name, build.let.values()):
             patch = _patch(build, config, _LATENT_SIDES.get(name))
             found[name] = Allowed(size.step * patch, size.offset)
@@ -54,7 +56,7 @@ def check_sizes(sizes: Mapping[str, int], allowed: Mapping[str, Allowed]) -> Non
         if name in allowed and not allowed[name].has(size):
             near = " or ".join(map(str, allowed[name].nearest(size)))
             raise ConfigError(
-                f"{_NAMES[name]} {size} is not allowed: this model takes {allowed[name].text}. The nearest: {near}"
+                f"{SIZE_WORDS[name]} {size} is not allowed: this model takes {allowed[name].text}. The nearest: {near}"
             )
 
 

@@ -2,13 +2,14 @@
 
 import ast
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from lowtide.errors import ConfigError
 from lowtide.families.row import Build
+from lowtide.measure.allowed import SIZE_WORDS
 
 _BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -62,11 +63,15 @@ def namespace(build: Build, over: Mapping[str, int] | None = None) -> dict[str, 
     over = over or {}
     unknown = sorted(set(over) - set(build.vars))
     if unknown:
-        raise ConfigError(f"unknown size {', '.join(unknown)}; this family has: {', '.join(build.vars)}")
+        raise ConfigError(f"unknown size {_listed(unknown)}; this family has: {_listed(build.vars)}")
     names = {**build.vars, **over}
     for name, expression in build.let.items():
         names[name] = evaluate(expression, names)
     return names
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"{name} ({SIZE_WORDS[name]})" if name in SIZE_WORDS else name for name in names)
 
 
 def sizes_for(sizes: Mapping[str, str], config: Mapping[str, Any]) -> dict[str, int]:

@@ -124,7 +124,7 @@ class TrainKeys(Keys):
         description="Where latents and text embeddings are kept. Unset: `cache` in `output_dir`. "
         "Several runs can share one.",
     )
-    resolution: _Count = Field(
+    resolution: Annotated[int, BeforeValidator(WholeNumber(32))] = Field(
         default=1024,
         description="Side, in pixels, of the square whose area every picture gets; its shape stays about its own.",
     )

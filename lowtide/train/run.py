@@ -9,34 +9,27 @@ from typing import Any
 import torch
 
 import lowtide
-from lowtide import families
 from lowtide.auto.budget import budget_bytes
-from lowtide.auto.handle import AutoHandle
-from lowtide.errors import ConfigError
-from lowtide.handle import check_schedule
-from lowtide.plan.saved_plan import save_plan
-from lowtide.plan.schedule import Schedule
 from lowtide.runtime.link import accelerator_or_simulated
-from lowtide.runtime.resolve import resolve
 from lowtide.train.adapters import Everything, Lora, Trained
 from lowtide.train.config import ESCALATE, TrainConfig, TrainKeys
 from lowtide.train.dataset import batches
 from lowtide.train.escalate import Attached, Escalation, setting_of
 from lowtide.train.families.base import Denoiser
-from lowtide.train.files import new_file, new_folder, write_json
+from lowtide.train.files import new_folder, write_json
 from lowtide.train.flow import Batch, fixed_loss, random_noise
 from lowtide.train.kernels import computing
 from lowtide.train.loop import Guard, Interrupt, StepDone, Updater, load_batch, plainly, run_steps
 from lowtide.train.memory import peak_bytes
 from lowtide.train.metrics import add_metrics, read_metrics, summary_of
+from lowtide.train.plans import check_that_it_can_run, check_that_it_is_for, save_what_auto_found, tell_what_differs
 from lowtide.train.prepare import Prepared, prepare
 from lowtide.train.progress import Reporter, told
-from lowtide.train.report import PLAN, REPORT, WEIGHTS, compare_blocks
+from lowtide.train.report import REPORT, WEIGHTS, compare_blocks
 from lowtide.train.resume import RunState, read_tensors, save_checkpoint
 from lowtide.train.samples import AFTER, BEFORE, write_pair, write_sample
 from lowtide.train.settings import compare_settings, recomputed_blocks
 from lowtide.train.start import begin
-from lowtide.units import format_bytes
 
 _FIXED_EXAMPLES = 8
 
@@ -71,7 +64,7 @@ def run(config: TrainConfig, reporter: Reporter) -> dict[str, Any] | None:
     if config.checkpointing.moves:
         accelerator_or_simulated()  # raises now what attach would raise after everything is cached
     if planned is not None and planned.moves_anything:
-        _check_that_it_can_run(config.checkpointing.schedule)
+        check_that_it_can_run(config.checkpointing.schedule)
     if config.checkpointing.is_auto:
         budget_bytes(config.checkpointing.vram_budget)
     prepared = prepare(config, reporter)
@@ -79,7 +72,8 @@ def run(config: TrainConfig, reporter: Reporter) -> dict[str, Any] | None:
     state, checkpoint = begin(config, prepared.cached.digest, reporter)
     session = _open(prepared, state, checkpoint)
     if planned is not None:
-        _check_that_it_is_for(session.denoiser, config, planned)
+        check_that_it_is_for(session.denoiser, config, planned)
+        tell_what_differs(config, reporter.say)
     if state.loss_before is None:
         state.loss_before = session.fixed_loss()
         _sample(session, BEFORE)
@@ -97,24 +91,6 @@ def _tell_smaller_batches(prepared: Prepared, say: Callable[[str], None]) -> Non
     wanted, most = prepared.config.keys.train_batch_size, max(Counter(prepared.cached.buckets).values())
     if most < wanted:
         say(f"Batches hold {most} at most, not {wanted} (train_batch_size): there are no more pictures of one size.")
-
-
-def _check_that_it_can_run(path: str | None) -> None:
-    try:
-        accelerator_or_simulated()
-    except ConfigError as error:
-        raise ConfigError(
-            f"gradient_checkpointing_schedule: by the plan in {path} some activations wait in CPU memory, and torch "
-            "sees no accelerator on this machine. Leave the key out, or make a plan by which nothing moves: `lowtide "
-            "plan --host-memory 0`."
-        ) from error
-
-
-def _check_that_it_is_for(denoiser: Denoiser, config: TrainConfig, planned: Schedule) -> None:
-    try:
-        check_schedule(planned, resolve(denoiser.model, families.find(config.keys.family).stacks))
-    except ConfigError as error:
-        raise ConfigError(f"gradient_checkpointing_schedule: {config.checkpointing.schedule}: {error}") from error
 
 
 def _open(prepared: Prepared, state: RunState, checkpoint: Path | None) -> Session:
@@ -190,6 +166,7 @@ def _finish(session: Session, attached: Attached, blocks: dict[str, Any]) -> dic
     pair = write_pair(keys.output)
     before, after = state.loss_before, session.fixed_loss()
     assert before is not None
+    found = save_what_auto_found(keys, attached.handle)
     report = {
         "lowtide": lowtide.__version__,
         "torch": torch.__version__,
@@ -203,34 +180,10 @@ def _finish(session: Session, attached: Attached, blocks: dict[str, Any]) -> dic
         "settings": _settings(session, attached),
         "checkpointing": attached.name,
         "out_of_memory": state.out_of_memory,
-        "files": {"weights": str(weights), **({"sample": str(pair)} if pair else {}), **_found_plan(keys, attached)},
+        "files": {"weights": str(weights), **({"sample": str(pair)} if pair else {}), **found},
     }
     write_json(keys.output / REPORT, report)
     return report
-
-
-def _found_plan(keys: TrainKeys, attached: Attached) -> dict[str, str]:
-    """The file of the plan that auto has come to: another run can begin with it."""
-    handle = attached.handle
-    if not isinstance(handle, AutoHandle) or handle.plan is None or not handle.settled:
-        return {}
-    path = keys.output / PLAN
-    with new_file(path) as partial:
-        save_plan(partial, handle.plan, _conditions(keys, handle))
-    return {"plan": str(path)}
-
-
-def _conditions(keys: TrainKeys, handle: AutoHandle) -> dict[str, str]:
-    """What the plan is for."""
-    return {
-        "model": families.find(keys.family).title,
-        "found by": "auto, in training",
-        "budget": format_bytes(handle.budget_bytes or 0),
-        "trained": f"LoRA {keys.lora_rank}" if keys.model_type == "lora" else "all weights",
-        "resolution": str(keys.resolution),
-        "train_batch_size": str(keys.train_batch_size),
-        "mixed_precision": keys.mixed_precision,
-    }
 
 
 def _settings(session: Session, attached: Attached) -> list[dict[str, Any]] | None:

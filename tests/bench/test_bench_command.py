@@ -122,7 +122,7 @@ def test_all_modes_are_those_without_a_budget_unless_one_is_given() -> None:
         (("family", "flux1", "--adapter", "frozen"), "adapter 'frozen' is not allowed; allowed: lora, full"),
         (("family", "flux1", "--set", "B=0"), "--set 'B=0' is not allowed; expected NAME=N with a whole number from 1"),
         (("family", "flux1", "--set", "B"), "--set 'B' is not allowed"),
-        (("family", "flux1", "--set", "Q=2"), "unknown size Q; this family has: B, H, W"),
+        (("family", "flux1", "--set", "Q=2"), "unknown size Q; this family has: B (batch), H (height), W"),
         (("family", "flux1", "--precision", "int4"), "precision 'int4' is not allowed; allowed: bf16, int8-sdnq"),
         (("family", "flux1", "--compile", "all"), "compile 'all' is not allowed; allowed: off, regional"),
         (("family", "flux1", "--attention", "xformers"), "attention 'xformers' is not allowed; allowed: default"),

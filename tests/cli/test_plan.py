@@ -108,7 +108,7 @@ def test_a_saved_plan_can_be_read(lowtide: Callable[..., Any], tmp_path: Path) -
         (("--budget", "8GiB", "--resolution", "1000"), "The nearest: 992 or 1008"),
         (("--budget", "8GiB", "--full", "--lora-rank", "8"), "--full trains all weights: leave out one of them"),
         (("--budget", "8GiB", "--resolution", "1024x"), "--resolution '1024x' is not allowed"),
-        (("--budget", "8GiB", "--frames", "9"), "unknown size FR"),
+        (("--budget", "8GiB", "--frames", "9"), "unknown size FR (frames); this family has: B (batch), H (height)"),
         (("--budget", "8GiB", "--set", "T"), "--set 'T' is not allowed; expected NAME=N"),
         (("--budget", "8GiB", "--set", "B=2", "--batch", "2"), "B is given twice"),
         (("--budget", "8GiB", "--card", "5900"), "unknown card '5900'"),

@@ -56,7 +56,9 @@ def test_names_follow_overrides():
 
 
 def test_an_override_that_the_family_does_not_have_is_refused_by_name():
-    with pytest.raises(ConfigError, match="unknown size FR; this family has: B, T, G"):
+    with pytest.raises(
+        ConfigError, match=r"unknown size FR \(frames\); this family has: B \(batch\), T \(text tokens\), G"
+    ):
         namespace(_build(), {"FR": 9})
 
 

@@ -83,3 +83,31 @@ def test_what_cannot_be_is_told_before_anything_is_written(
     with pytest.raises(ConfigError, match=message):
         train(**PLANNED | keys)
     assert not output.exists()
+
+
+def test_a_run_that_differs_from_what_a_plan_was_made_for_is_told(
+    train_and_tell: Callable[..., Any], tmp_path: Path
+) -> None:
+    kind = BlockKind(1.0, 2.0, (TreatmentCost(KEPT, kept_bytes=10),))
+    depths = {"transformer_blocks": 4, "single_transformer_blocks": 8}
+    costs = StepCosts({"a": kind}, {name: ("a",) * depth for name, depth in depths.items()}, 0)
+    alike = {"trained": "LoRA 4", "B": "2", "accumulation": "1", "precision": "float32", "W": "96", "H": "96"}
+    path = tmp_path / "plan.json"
+    keys = PLANNED | {"gradient_checkpointing_schedule": str(path), "max_train_steps": 1}
+    for conditions, said in (
+        (alike, ()),
+        ({"resolution": "96", "train_batch_size": "2", "mixed_precision": "no"}, ()),
+        (
+            alike | {"B": "1", "W": "64", "trained": "LoRA 2", "precision": "bf16", "accumulation": "2"},
+            (
+                "64x96 pixels (this run: about 96x96)", "LoRA 2 (this run: LoRA 4)", "batch 1 (this run: 2)",
+                "accumulation 2 (this run: 1)", "bf16 (this run: float32)",
+            ),
+        ),
+        ({"resolution": "64"}, ("resolution 64 (this run: 96)",)),
+    ):  # fmt: skip
+        save_plan(path, solve(costs, 10**6), conditions)
+        _, told = train_and_tell(**keys, resume_from_checkpoint="false")
+        assert ("was made for" in told) == bool(said)
+        for words in said:
+            assert words in told
