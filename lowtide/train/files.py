@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,20 @@ def new_folder(path: Path) -> Iterator[Path]:
         if path.exists():
             shutil.rmtree(path)
         os.replace(partial, path)
+
+
+@contextmanager
+def folder_with_something(path: Path) -> Iterator[None]:
+    """``path`` is there; where it was not before, it is gone again after an error that left it empty."""
+    made = not path.exists()
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        if made:
+            with suppress(OSError):  # it is not empty
+                path.rmdir()
+        raise
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:

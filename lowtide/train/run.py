@@ -10,13 +10,14 @@ import torch
 
 import lowtide
 from lowtide.auto.budget import budget_bytes
+from lowtide.plan.schedule import Schedule
 from lowtide.runtime.link import accelerator_or_simulated
 from lowtide.train.adapters import Everything, Lora, Trained
 from lowtide.train.config import ESCALATE, TrainConfig, TrainKeys
 from lowtide.train.dataset import batches
 from lowtide.train.escalate import Attached, Escalation, setting_of
 from lowtide.train.families.base import Denoiser
-from lowtide.train.files import new_folder, write_json
+from lowtide.train.files import folder_with_something, new_folder, write_json
 from lowtide.train.flow import Batch, fixed_loss, random_noise
 from lowtide.train.kernels import computing
 from lowtide.train.loop import Guard, Interrupt, StepDone, Updater, load_batch, plainly, run_steps
@@ -69,6 +70,12 @@ def run(config: TrainConfig, reporter: Reporter) -> dict[str, Any] | None:
         budget_bytes(config.checkpointing.vram_budget)
     prepared = prepare(config, reporter)
     _tell_smaller_batches(prepared, reporter.say)
+    with folder_with_something(config.keys.output):
+        return _run(prepared, planned, reporter)
+
+
+def _run(prepared: Prepared, planned: Schedule | None, reporter: Reporter) -> dict[str, Any] | None:
+    config = prepared.config
     state, checkpoint = begin(config, prepared.cached.digest, reporter)
     session = _open(prepared, state, checkpoint)
     if planned is not None:

@@ -17,7 +17,6 @@ def begin(config: TrainConfig, data: str, reporter: Reporter) -> tuple[RunState,
     What an earlier run left and this one would write over is moved into a folder ``earlier-N`` beside it.
     """
     output = config.keys.output
-    output.mkdir(parents=True, exist_ok=True)
     remove_partial(output)
     wanted = config.keys.resume_from_checkpoint
     path = None if wanted == AFRESH else choose_checkpoint(output, wanted)
