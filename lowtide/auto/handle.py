@@ -6,6 +6,7 @@ known by then; so does one after a step that ran out of memory, with more room t
 
 import functools
 import inspect
+import logging
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -32,6 +33,8 @@ from lowtide.runtime.receipt import Receipt
 from lowtide.runtime.resolve import ResolvedStack, resolve
 from lowtide.runtime.swap import Routes, intercept, release
 from lowtide.runtime.transforms import transformed
+
+_log = logging.getLogger("lowtide")
 
 _MANY = 4
 """Forwards smaller than the largest, after which they run under the last plan until the next one that is measured."""
@@ -153,12 +156,19 @@ class AutoHandle(Attachment):
         seen, size = self._stop_probe(), self._sizes.of(args, kwargs)
         if self._planner is not None and self._planner.ran_out():
             self.note_out_of_memory()
-        if self._planner is not None and self._planner.gradients_add_up():
+        adds_up = self._planner is not None and self._planner.gradients_add_up()
+        if adds_up:
             self._largest = (0, 0)
         largest = (max(size[0], self._largest[0]), max(size[1], self._largest[1]))
         if largest != self._largest:
             if self._planner is not None and any(now > then for now, then in zip(largest, self._failed, strict=True)):
                 self._planner.ceiling_bytes = None  # a smaller step's says nothing of this one
+            if self.plan is not None:
+                error = self._largest == (0, 0)
+                why = (
+                    "gradients add up" if adds_up else "after an error" if error else "a larger forward than any before"
+                )
+                _log.info("auto: plans anew, %s", why)
             self._largest = (0, 0)  # until it is planned for: where nothing fits, the next forward is to say so, too
             self._go_on(self._begin(args, kwargs), None)
             self._largest = largest

@@ -128,7 +128,8 @@ def test_while_nothing_is_measured_the_plan_runs() -> None:
     assert back == sample == ran[9][0] == ran[10][0]
 
 
-def test_a_larger_batch_is_planned_anew_and_a_smaller_one_is_not() -> None:
+def test_a_larger_batch_is_planned_anew_and_a_smaller_one_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "lowtide")
     model = dropping()
     small, large = torch.randn(256, 64), torch.randn(1024, 64)
     budget = budget_for(model, large)
@@ -142,6 +143,7 @@ def test_a_larger_batch_is_planned_anew_and_a_smaller_one_is_not() -> None:
     assert plans[0] is not None and plans[0].leaves_off  # a quarter of the activations fits
     assert plans[2] is not None and not plans[2].leaves_off
     assert plans[2] is plans[3] is plans[4]
+    assert caplog.messages.count("auto: plans anew, a larger forward than any before") == 1
     assert plans[-1] is not None and plans[-1].source == MEASURED
     assert plans[-1].prediction.peak_bytes <= budget
 
@@ -267,8 +269,9 @@ def test_blocks_that_are_called_past_the_model_are_told() -> None:
         assert handle.receipt().warnings == ()
 
 
-def test_a_run_whose_gradients_add_up_is_planned_for_with_all_of_them_there() -> None:
+def test_a_run_whose_gradients_add_up_is_planned_for_with_all_of_them_there(caplog: pytest.LogCaptureFixture) -> None:
     """And one whose updates clear them with the room that they leave, until they do not."""
+    caplog.set_level("INFO", "lowtide")
     torch.manual_seed(0)
     model, x = Chain([Block(64) for _ in range(8)]), torch.randn(512, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -288,6 +291,7 @@ def test_a_run_whose_gradients_add_up_is_planned_for_with_all_of_them_there() ->
         once = [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
         model(x).square().mean().backward()  # adds to them
         assert not handle.settled and not counts_on_their_room(handle)
+        assert [line for line in caplog.messages if "anew" in line] == ["auto: plans anew, gradients add up"]
         for weight, first in zip(model.parameters(), once, strict=True):
             assert weight.grad is not None and torch.equal(weight.grad, first + first)
         for _ in range(STEPS):
