@@ -164,11 +164,8 @@ class AutoHandle(Attachment):
             if self._planner is not None and any(now > then for now, then in zip(largest, self._failed, strict=True)):
                 self._planner.ceiling_bytes = None  # a smaller step's says nothing of this one
             if self.plan is not None:
-                error = self._largest == (0, 0)
-                why = (
-                    "gradients add up" if adds_up else "after an error" if error else "a larger forward than any before"
-                )
-                _log.info("auto: plans anew, %s", why)
+                larger = "after an error" if self._largest == (0, 0) else "for a larger forward than any before"
+                _log.info("auto: plans anew, %s", "since gradients add up" if adds_up else larger)
             self._largest = (0, 0)  # until it is planned for: where nothing fits, the next forward is to say so, too
             self._go_on(self._begin(args, kwargs), None)
             self._largest = largest

@@ -143,7 +143,7 @@ def test_a_larger_batch_is_planned_anew_and_a_smaller_one_is_not(caplog: pytest.
     assert plans[0] is not None and plans[0].leaves_off  # a quarter of the activations fits
     assert plans[2] is not None and not plans[2].leaves_off
     assert plans[2] is plans[3] is plans[4]
-    assert caplog.messages.count("auto: plans anew, a larger forward than any before") == 1
+    assert caplog.messages.count("auto: plans anew, for a larger forward than any before") == 1
     assert plans[-1] is not None and plans[-1].source == MEASURED
     assert plans[-1].prediction.peak_bytes <= budget
 
@@ -291,7 +291,7 @@ def test_a_run_whose_gradients_add_up_is_planned_for_with_all_of_them_there(capl
         once = [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
         model(x).square().mean().backward()  # adds to them
         assert not handle.settled and not counts_on_their_room(handle)
-        assert [line for line in caplog.messages if "anew" in line] == ["auto: plans anew, gradients add up"]
+        assert [line for line in caplog.messages if "anew" in line] == ["auto: plans anew, since gradients add up"]
         for weight, first in zip(model.parameters(), once, strict=True):
             assert weight.grad is not None and torch.equal(weight.grad, first + first)
         for _ in range(STEPS):
