@@ -141,6 +141,8 @@ class _Tracer:
         self._open: list[_Region] = []
         self._saved: WeakSet[_Saved] = WeakSet()
         self._alive: list[torch.UntypedStorage] = []
+        self._sights: dict[int, int] = {}  # of storages, the place of each in what is alive
+        self._began = 0  # how many were, when the block that is going on began
         self._numbers: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
         self._next_number = itertools.count()
         weights = [*model.parameters(), *model.buffers()]
@@ -163,7 +165,9 @@ class _Tracer:
     def call(self, entry: EntryPoint, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An attention kernel's call, as torch runs it or, on the meta device, as a GPU would."""
         mask = boolean_mask(args, kwargs) if entry.adds_masks and adds_mask(kernel, args, kwargs) else None
-        if mask is not None:
+        if mask is not None and not self._was_there(
+            mask
+        ):  # else what the kernel makes of it is kept: runtime.selective
             args, kwargs = with_additive_mask(mask, args, kwargs)
         if entry is SDPA and any(tensor.is_meta for tensor in tensors_of((args, kwargs))):
             kernel = fused_attention
@@ -175,6 +179,10 @@ class _Tracer:
         output = self._run(entry, kernel, args, kwargs)
         self._close(block, 0, output)
         return output
+
+    def _was_there(self, tensor: torch.Tensor) -> bool:
+        """Whether it was seen before the block that is going on."""
+        return self._sights.get(id(tensor.untyped_storage()), self._began) < self._began
 
     def _run(self, entry: EntryPoint, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if entry is SDPA or self.on_meta:
@@ -213,6 +221,8 @@ class _Tracer:
             if bool(self._open) is (kind != BLOCK):  # a block inside a block is part of it
                 carried = self._carried(module, carry, args, kwargs) if carry else ()
                 uses = self._uses((args, kwargs))
+                if kind == BLOCK:
+                    self._began = len(self._alive)
                 self._open.append(_Region(module, kind, name, uses, self.work(), carried))
 
         def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -283,5 +293,6 @@ class _Tracer:
     def _kept(self, tensor: torch.Tensor) -> torch.UntypedStorage:
         """Its storage, kept alive as long as the trace is made: so its id names it, on the meta device too."""
         storage = tensor.untyped_storage()
+        self._sights.setdefault(id(storage), len(self._alive))
         self._alive.append(storage)
         return storage

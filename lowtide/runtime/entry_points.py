@@ -56,6 +56,7 @@ class EntryPoint:
 
     def install(self) -> None:
         """Begin to watch."""
+        _teach_bias()
         with self._lock:
             if self._watchers == 0:
                 self._original = original = getattr(self.owner, self.name)
@@ -107,6 +108,25 @@ def _bias_among(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return next((type(mask) for mask in (*args, *kwargs.values()) if isinstance(mask, bias.CausalBias)), None)
 
 
+@functools.cache
+def _taught(bias: type) -> None:
+    """torch's function keeps asking for attention by the name that a watched place has, also when somebody calls the
+    kernel that he imported by name: he is given whatever has the name."""
+    known = bias.__torch_function__.__func__  # type: ignore[attr-defined]
+
+    def knowing(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asked = torch.nn.functional.scaled_dot_product_attention if func is _SDPA else func
+        return known(cls, asked, types, args, kwargs)
+
+    bias.__torch_function__ = classmethod(functools.wraps(known)(knowing))  # type: ignore[attr-defined]
+
+
+def _teach_bias() -> None:
+    bias = sys.modules.get("torch.nn.attention.bias")
+    if bias is not None:
+        _taught(bias.CausalBias)
+
+
 class _Here(threading.local):
     observer: Observer | None = None
 
@@ -154,6 +174,7 @@ def unwatched(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         _here.observer = before
 
 
+_SDPA = torch._C._nn.scaled_dot_product_attention  # pyright: ignore[reportAttributeAccessIssue]
 SDPA = EntryPoint(torch.nn.functional, "scaled_dot_product_attention", autocasts=True, adds_masks=True)
 
 

@@ -92,7 +92,18 @@ def with_additive_mask(
     mask: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of torch's attention with the additive mask that it would make of a boolean one."""
-    added = _additive(mask, _query(args, kwargs))
+    return with_mask(_additive(mask, _query(args, kwargs)), args, kwargs)
+
+
+def additive_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """What ``with_additive_mask`` has put among the arguments."""
+    return _given(_MASK, args, kwargs)  # type: ignore[no-any-return]
+
+
+def with_mask(
+    added: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of torch's attention with another mask."""
     place, name = _MASK
     if len(args) > place:
         return (*args[:place], added, *args[place + 1 :]), kwargs

@@ -13,13 +13,14 @@ output. Rules (the numbering of segment.py goes on):
 29. A kernel under somebody else's saved-tensor hooks inside the block is theirs: it runs again.
 30. A block that differentiates within its own forward (rule 14) needs its attention in the graph: all of it runs again.
 31. The additive mask that torch makes of a boolean one can be as large as the attention matrix, and is no result: it is
-    made before the kernel, and again in the replay. A boolean mask that outlives the call may be exchanged before
-    that: it is held, and checked, as autograd would the additive one.
+    made before the kernel, and again in the replay. That of a boolean mask that outlives the call is kept all the same:
+    the boolean one may be exchanged or changed before the replay.
 32. A kernel inside a transform of functorch's is part of that: it runs again.
 """
 
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ from lowtide.runtime.context import RandomStates, read_random, write_random
 from lowtide.runtime.entry_points import EntryPoint, Kernel, Watching, unwatched
 from lowtide.runtime.flatten import Leaves, Structure, flatten, rebuild
 from lowtide.runtime.kernel_arguments import (
+    additive_mask,
     adds_mask,
     as_autocast_would,
     autocast_to,
@@ -45,16 +47,15 @@ from lowtide.runtime.kernel_arguments import (
     storage_bytes,
     tensors_among,
     with_additive_mask,
+    with_mask,
 )
-from lowtide.runtime.placeholder import Hold, Hooks, PlaceHolder, Weight, address_of, held_elsewhere, nobody, unpack
+from lowtide.runtime.placeholder import Hold, Hooks, PlaceHolder, address_of, held_elsewhere, nobody, unpack
 from lowtide.runtime.transforms import transformed
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
     from lowtide.runtime.segment import Call, Collector, Segment
 
-_ALONE = 2
-"""Users of a storage of one tensor: that, and Python's object for the storage."""
 MOST_KEPT = 4
 """A kernel is recomputed where keeping it would take more than so many times the bytes of its outputs."""
 
@@ -145,13 +146,14 @@ class _OfArgument:
 class _Recorded:
     """One kernel call of which everything is kept that its replay needs."""
 
-    __slots__ = ("adds_mask", "arguments", "mask", "outputs", "random", "requires_grad", "saved", "structure")
+    __slots__ = ("added", "adds_mask", "arguments", "mask", "outputs", "random", "requires_grad", "saved", "structure")
 
     def __init__(self, arguments: list[torch.Tensor], saved: list[_OfArgument | StandIn]) -> None:
         self.arguments = [(tensor.shape, tensor.dtype, tensor.device, tensor.stride()) for tensor in arguments]
         self.saved = saved
         self.adds_mask = False
-        self.mask: Weight | None = None  # boolean, that outlives the call
+        self.mask: torch.Tensor | None = None  # boolean, while the call runs
+        self.added: torch.Tensor | Kept | None = None  # what is made of it, while the call runs or kept
         self.structure: Structure
         self.outputs: list[Kept] = []
         self.requires_grad: list[bool] = []
@@ -178,7 +180,7 @@ class KernelLog:
     recomputed after all.
     """
 
-    __slots__ = ("_outside", "_packed", "calls", "entries", "hold", "on_keep", "on_kernel", "on_note", "read")
+    __slots__ = ("_name", "_outside", "_packed", "calls", "entries", "hold", "on_keep", "on_kernel", "on_note", "read")
 
     def __init__(
         self,
@@ -196,6 +198,7 @@ class KernelLog:
         self.on_note = on_note
         self.calls: list[_Recorded | None] = []
         self.read = False  # before the call was over
+        self._name = ""
         self._outside: Hooks | None = None
         self._packed: list[tuple[Kept, torch.Tensor]] = []  # whose changes can be seen while the call runs
 
@@ -207,7 +210,7 @@ class KernelLog:
         on_pack: Callable[[torch.Tensor], None] | None,
     ) -> Callable[..., Any]:
         """The call's function, its kernels recorded. pack: the hook that it will run under. Ask outside of that."""
-        self._outside = _top_saved_tensors_default_hooks(False)
+        self._outside, self._name = _top_saved_tensors_default_hooks(False), call.name
         return functools.partial(_watching, self.entries, Recorder(self, call, segment, pack, on_pack), call.function)
 
     def replaying(self, call: "Call", collector: "Collector") -> Callable[..., Any]:
@@ -224,6 +227,24 @@ class KernelLog:
             self.on_keep(tensor, kept.moved)
         return kept
 
+    def _settle_masks(self) -> None:
+        """Rule 31. What was made inside the call has died with it but for our own hold: what it was made of is there in
+        the replay."""
+        added = [recorded for recorded in self.calls if recorded is not None and recorded.mask is not None]
+        storages = [recorded.mask.untyped_storage() for recorded in added if recorded.mask is not None]
+        ours = Counter(storage._cdata for storage in storages)
+        for recorded, storage in zip(added, storages, strict=True):
+            alone = torch._C._storage_Use_Count(storage._cdata) <= ours[storage._cdata] + 1  # Python's object for it
+            if alone:
+                recorded.added = None
+            elif isinstance(recorded.added, torch.Tensor):
+                recorded.added = self.keep(recorded.added, self._name)
+        for recorded in added:
+            recorded.mask = None
+        self._packed.clear()  # nobody else has what was made
+        if added and self.on_kernel is not None:
+            self.on_kernel()
+
     def note(self, reason: str) -> None:
         if self.on_note is not None:
             self.on_note(reason)
@@ -237,20 +258,13 @@ class KernelLog:
             if recorded is not None and any(map(Kept.is_changed, recorded.outputs)):
                 self.calls[number] = None  # rule 26
                 self.note(_CHANGED)
-            elif recorded is not None and recorded.mask is not None and _is_alone(recorded.mask.tensor):
-                recorded.mask = None  # made in the call: what it was made of is there in the replay
+        self._settle_masks()
         if self.read and any(self.calls):  # rule 30
             self.calls = [None] * len(self.calls)
             self.note(_READ)
         if drops and not self.calls:
             self.note(_NO_KERNEL)
         self.hold = self.on_keep = self.on_kernel = self.on_note = self._outside = None
-
-
-def _is_alone(tensor: torch.Tensor) -> bool:
-    """Whether nobody else has its storage."""
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) <= _ALONE
 
 
 def _watching(entries: Sequence[EntryPoint], observer: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any):
@@ -297,7 +311,7 @@ class Recorder:
                 output = unwatched(kernel, args, kwargs)
             recorded = calls[number] = self._recorded(saves, arguments, output, draws_random(args, kwargs))
             if recorded is not None and mask is not None:
-                recorded.adds_mask, recorded.mask = True, Weight(mask, self._call.name)
+                recorded.adds_mask, recorded.mask, recorded.added = True, mask.detach(), additive_mask(args, kwargs)
         except BaseException:
             saves.drop()  # a block may try another kernel
             raise
@@ -477,7 +491,9 @@ class Player:
     def _with_mask(
         self, recorded: _Recorded, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        mask = boolean_mask(args, kwargs) if recorded.mask is None else recorded.mask.take()
+        if isinstance(recorded.added, Kept):
+            return with_mask(recorded.added.take(), args, kwargs)
+        mask = boolean_mask(args, kwargs)
         if mask is None:
             told = "it passes a boolean mask in forward and none on recomputation"
             raise mismatch(self._call, f"of attention call {self._number - 1} {told}")
