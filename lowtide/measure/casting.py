@@ -32,6 +32,7 @@ class Casting(TorchFunctionMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._in_float32: frozenset[str] = frozenset() if device.type == "cpu" else _IN_FLOAT32
+        self._weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -39,9 +40,15 @@ class Casting(TorchFunctionMode):
         name = func.__name__
         dtype = torch.bfloat16 if name in _IN_BFLOAT16 else torch.float32 if name in self._in_float32 else None
         if dtype is not None:
-            args, kwargs = tree_map_only(torch.Tensor, functools.partial(_cast, dtype), (args, dict(kwargs or {})))
+            args, kwargs = tree_map_only(torch.Tensor, functools.partial(self._cast, dtype), (args, dict(kwargs or {})))
         return func(*args, **(kwargs or {}))
 
-
-def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.dtype in (torch.bfloat16, torch.float16, torch.float32) else tensor
+    def _cast(self, dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+        """Weights that are trained once, as autocast does, which keeps that until it ends."""
+        if tensor.dtype == dtype or tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return tensor
+        if dtype is torch.float32 or not (tensor.is_leaf and tensor.requires_grad):
+            return tensor.to(dtype)
+        if id(tensor) not in self._weights:
+            self._weights[id(tensor)] = tensor, tensor.to(dtype)
+        return self._weights[id(tensor)][1]

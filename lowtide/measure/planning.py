@@ -13,6 +13,7 @@ from lowtide.measure.adapter import add_lora
 from lowtide.measure.allowed import allowed_sizes, check_sizes
 from lowtide.measure.build import Target, config_of, open_target
 from lowtide.measure.cards import Card
+from lowtide.measure.cast_weights import with_casts
 from lowtide.measure.casting import Casting
 from lowtide.measure.fits import Asked, Fit, what_fits
 from lowtide.measure.forecast import forecast
@@ -34,9 +35,6 @@ from lowtide.plan.explain import as_dict, prediction_dict
 from lowtide.plan.solve import smallest_peak, solve
 from lowtide.runtime.resolve import ResolvedStack, resolve
 from lowtide.units import format_bytes
-
-_CAST_BYTES = 2
-"""Of a weight that autocast has cast; it keeps those of a forward until that ends."""
 
 
 @dataclass(frozen=True)
@@ -276,13 +274,11 @@ class _Forecaster:
         lying = self._residents(model, inputs)
         with Casting(_CUDA) if self.wish.autocast else nullcontext():
             costs = forecast(model, built.stacks, inputs, self.wish.card, lying.total_bytes, host_limit_bytes=limit)
-        late_bytes = 0
+        if self.wish.autocast:
+            costs = with_casts(costs, built.stacks)
         if self.wish.accumulation == 1:
             costs = costs.with_gradients(block_gradients(model, built.stacks, costs.stacks))
-            late_bytes = sum(costs.gradient_bytes[kind] for kinds in costs.stacks.values() for kind in kinds)
-        cast_bytes = _CAST_BYTES * built.trained if self.wish.autocast else 0
-        after_forward, in_update = cast_bytes - late_bytes, self.update_bytes(built)
-        return replace(costs, elsewhere_bytes=lying.total_bytes + max(after_forward, in_update)), lying
+        return replace(costs, elsewhere_bytes=lying.total_bytes + self.update_bytes(built)), lying
 
     def update_bytes(self, built: _Model) -> int:
         return built.trained * update_bytes(self.wish.optimizer, self.wish.trained_bytes)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowtide.errors import MachineError
 
-_PARTIAL = ".partial-"
+_PARTIAL, _BEFORE = ".partial-", ".before-"
 
 
 @contextmanager
@@ -31,7 +31,8 @@ def new_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """An empty folder beside ``path`` to write into; renamed to ``path`` (which it replaces) at the end.
+    """An empty folder beside ``path`` to write into; renamed to ``path`` (which it replaces) at the end. One of the two
+    is there whatever happens.
 
     Raises MachineError where the disk failed: what was at ``path`` is then still there.
     """
@@ -41,9 +42,16 @@ def new_folder(path: Path) -> Iterator[Path]:
         for file in partial.rglob("*"):
             if file.is_file():
                 _flush(file)
-        if path.exists():
-            shutil.rmtree(path)
-        os.replace(partial, path)
+        before = path.with_name(f".{path.name}{_BEFORE}{os.getpid()}")
+        try:
+            if path.exists():
+                os.replace(path, before)
+            os.replace(partial, path)
+        except BaseException:  # an interrupt, too
+            if before.exists() and not path.exists():
+                os.replace(before, path)
+            raise
+        _remove(before)
 
 
 @contextmanager
@@ -91,6 +99,8 @@ def discard(path: Path) -> None:
 def remove_partial(folder: Path) -> None:
     """Remove what an earlier process was writing in ``folder`` when it was killed."""
     for entry in folder.glob(f".*{_PARTIAL}*"):
+        if not entry.name.rpartition(_PARTIAL)[2].isdigit():  # somebody else's
+            continue
         _remove(entry)
 
 

@@ -62,6 +62,7 @@ def _differences(conditions: Mapping[str, str], keys: TrainKeys) -> Iterator[str
         ("B", "batch ", str(keys.train_batch_size)),
         ("accumulation", "accumulation ", str(keys.gradient_accumulation_steps)),
         ("precision", "", _PRECISION[keys.mixed_precision]),
+        ("optimizer", "optimizer ", keys.optimizer.removeprefix("torch-")),
         *((key, f"{key} ", str(getattr(keys, key))) for key in _OF_A_RUN),
     ):
         then = conditions.get(name)

@@ -70,6 +70,7 @@ def run(config: TrainConfig, reporter: Reporter) -> dict[str, Any] | None:
         budget_bytes(config.checkpointing.vram_budget)
     prepared = prepare(config, reporter)
     _tell_smaller_batches(prepared, reporter.say)
+    tell_what_differs(config, reporter.say)
     with folder_with_something(config.keys.output):
         return _run(prepared, planned, reporter)
 
@@ -80,7 +81,6 @@ def _run(prepared: Prepared, planned: Schedule | None, reporter: Reporter) -> di
     session = _open(prepared, state, checkpoint)
     if planned is not None:
         check_that_it_is_for(session.denoiser, config, planned)
-        tell_what_differs(config, reporter.say)
     if state.loss_before is None:
         state.loss_before = session.fixed_loss()
         _sample(session, BEFORE)

@@ -21,7 +21,9 @@ def begin(config: TrainConfig, data: str, reporter: Reporter) -> tuple[RunState,
     wanted = config.keys.resume_from_checkpoint
     path = None if wanted == AFRESH else choose_checkpoint(output, wanted)
     if path is None:
-        _move_aside(output, _results(output), reporter)
+        plan = config.checkpointing.schedule
+        used = None if plan is None else Path(plan).expanduser().resolve()
+        _move_aside(output, [path for path in _results(output) if path.resolve() != used], reporter)
         return RunState(config.record(), data), None
     state = read_state(path)
     check_continues(path, state, config, data)

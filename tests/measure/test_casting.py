@@ -46,7 +46,7 @@ def traced_bytes(model: nn.Module, inputs: dict[str, object], key: str, emulated
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.parametrize("trained", ["all weights", "LoRA"])
-@pytest.mark.parametrize("key", ["flux1", "sd3_medium", "wan21_1_3b", "z_image_turbo"])
+@pytest.mark.parametrize("key", ["flux1", "sd3_medium", "wan21_1_3b", "z_image_turbo", "mochi"])
 def test_autocast_on_the_meta_device(key: str, trained: str) -> None:
     row = families.find(key)
     model, inputs = build_model(row, "tiny"), build_inputs(row.tiny, torch.float32)

@@ -1,6 +1,7 @@
 """A disk that fills while something is saved: one clear error, nothing lost, and the next run goes on."""
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -81,6 +82,28 @@ def test_an_error_of_the_writer_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyError):
         write()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("replaced", [1, 2])
+def test_an_interrupt_while_a_folder_is_replaced_leaves_one_of_the_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: int
+) -> None:
+    folder, calls, replace = tmp_path / "lora", [], os.replace
+    folder.mkdir()
+    (folder / "old").touch()
+
+    def interrupted(source: Path, target: Path) -> None:
+        calls.append(target)
+        if len(calls) == replaced:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt), new_folder(folder) as partial:
+        (partial / "new").touch()
+    monkeypatch.undo()
+    assert [path.name for path in folder.iterdir()] == ["old"]
+    assert [path.name for path in tmp_path.iterdir()] == ["lora"]
 
 
 def test_leftovers_are_removed(tmp_path: Path) -> None:

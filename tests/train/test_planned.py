@@ -91,17 +91,26 @@ def test_a_run_that_differs_from_what_a_plan_was_made_for_is_told(
     kind = BlockKind(1.0, 2.0, (TreatmentCost(KEPT, kept_bytes=10),))
     depths = {"transformer_blocks": 4, "single_transformer_blocks": 8}
     costs = StepCosts({"a": kind}, {name: ("a",) * depth for name, depth in depths.items()}, 0)
-    alike = {"trained": "LoRA 4", "B": "2", "accumulation": "1", "precision": "float32", "W": "96", "H": "96"}
+    alike = {"trained": "LoRA 4", "optimizer": "adamw", "B": "2", "W": "96", "H": "96"}
+    alike |= {"accumulation": "1", "precision": "float32"}
+    other = {
+        "trained": "LoRA 2",
+        "optimizer": "sgd, EMA",
+        "B": "1",
+        "W": "64",
+        "accumulation": "2",
+        "precision": "bf16",
+    }
     path = tmp_path / "plan.json"
     keys = PLANNED | {"gradient_checkpointing_schedule": str(path), "max_train_steps": 1}
     for conditions, said in (
         (alike, ()),
         ({"resolution": "96", "train_batch_size": "2", "mixed_precision": "no"}, ()),
         (
-            alike | {"B": "1", "W": "64", "trained": "LoRA 2", "precision": "bf16", "accumulation": "2"},
+            alike | other,
             (
                 "64x96 pixels (this run: about 96x96)", "LoRA 2 (this run: LoRA 4)", "batch 1 (this run: 2)",
-                "accumulation 2 (this run: 1)", "bf16 (this run: float32)",
+                "accumulation 2 (this run: 1)", "optimizer sgd, EMA (this run: adamw)", "bf16 (this run: float32)",
             ),
         ),
         ({"resolution": "64"}, ("resolution 64 (this run: 96)",)),
@@ -111,3 +120,17 @@ def test_a_run_that_differs_from_what_a_plan_was_made_for_is_told(
         assert ("was made for" in told) == bool(said)
         for words in said:
             assert words in told
+
+
+def test_a_plan_in_the_output_folder_stays_where_it_is(train: Train, output: Path) -> None:
+    kind = BlockKind(1.0, 2.0, (TreatmentCost(KEPT, kept_bytes=10),))
+    depths = {"transformer_blocks": 4, "single_transformer_blocks": 8}
+    costs = StepCosts({"a": kind}, {name: ("a",) * depth for name, depth in depths.items()}, 0)
+    train(**PLANNED, max_train_steps=1)
+    path = output / "plan.json"
+    save_plan(path, solve(costs, 10**6))
+    report = train(
+        **PLANNED, gradient_checkpointing_schedule=str(path), max_train_steps=1, resume_from_checkpoint="false"
+    )
+    assert report is not None and report["checkpointing"] == "plan plan.json"
+    assert path.exists() and (output / "earlier-1" / "report.json").exists()
