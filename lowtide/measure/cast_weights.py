@@ -5,11 +5,11 @@ from dataclasses import replace
 
 from torch import nn
 
+from lowtide.measure.residents import BFLOAT16_BYTES
 from lowtide.plan.costs import StepCosts, TreatmentCost
 from lowtide.plan.schedule import ATTENTION, FFN, KEPT, SAVED
 from lowtide.runtime.resolve import ResolvedStack
 
-_CAST_BYTES = 2
 _CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
@@ -47,4 +47,4 @@ def _casts(block: nn.Module, within: set[int] | None = None) -> Iterator[int]:
     """Bytes of each. within: of these modules alone."""
     for module in block.modules():
         if isinstance(module, _CAST) and (within is None or id(module) in within):
-            yield from (_CAST_BYTES * weight.numel() for weight in module.parameters(False) if weight.requires_grad)
+            yield from (BFLOAT16_BYTES * weight.numel() for weight in module.parameters(False) if weight.requires_grad)

@@ -22,7 +22,7 @@ from lowtide.measure.shapes import Shapes
 from lowtide.plan.held import ATTENTION_SIDE, BLOCK, FEED_FORWARD, KERNEL, HeldTrace, ModuleCall, TensorUse, Work
 from lowtide.runtime.entry_points import SDPA, EntryPoint, Kernel, Watching, unwatched
 from lowtide.runtime.flatten import tensors_of
-from lowtide.runtime.kernel_arguments import adds_mask, boolean_mask, with_additive_mask
+from lowtide.runtime.kernel_arguments import mask_to_add, with_additive_mask
 from lowtide.runtime.resolve import ResolvedStack
 from lowtide.runtime.selective import MOST_KEPT
 
@@ -164,10 +164,8 @@ class _Tracer:
 
     def call(self, entry: EntryPoint, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An attention kernel's call, as torch runs it or, on the meta device, as a GPU would."""
-        mask = boolean_mask(args, kwargs) if entry.adds_masks and adds_mask(kernel, args, kwargs) else None
-        if mask is not None and not self._was_there(
-            mask
-        ):  # else what the kernel makes of it is kept: runtime.selective
+        mask = mask_to_add(kernel, args, kwargs)
+        if mask is not None and not self._was_there(mask):  # else it is kept: rule 31 of runtime.selective
             args, kwargs = with_additive_mask(mask, args, kwargs)
         if entry is SDPA and any(tensor.is_meta for tensor in tensors_of((args, kwargs))):
             kernel = fused_attention

@@ -90,9 +90,7 @@ def update_bytes(optimizer: str, trained_bytes: int) -> int:
 
 
 def block_gradients(
-    model: nn.Module,
-    stacks: Sequence[ResolvedStack],
-    kinds: Mapping[str, Sequence[str]],
+    model: nn.Module, stacks: Sequence[ResolvedStack], kinds: Mapping[str, Sequence[str]]
 ) -> dict[str, int]:
     """Bytes of the gradients that the backward of one block makes, by kind; the least of its blocks.
 

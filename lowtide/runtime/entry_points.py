@@ -30,23 +30,13 @@ class EntryPoint:
     """One place: attribute ``name`` of ``owner``, a callable or a table of callables.
 
     Make one a place and process: it counts who watches. autocasts: autocast casts floating-point arguments to its dtype
-    before the kernel. adds_masks: its kernels may make an additive mask of a boolean one
-    (``kernel_arguments.adds_mask``). leave: keys of a table whose callables go through another entry point themselves.
+    before the kernel. leave: keys of a table whose callables go through another entry point themselves.
     """
 
-    def __init__(
-        self,
-        owner: Any,
-        name: str,
-        *,
-        autocasts: bool = False,
-        adds_masks: bool = False,
-        leave: Collection[Any] = (),
-    ) -> None:
+    def __init__(self, owner: Any, name: str, *, autocasts: bool = False, leave: Collection[Any] = ()) -> None:
         self.owner = owner
         self.name = name
         self.autocasts = autocasts
-        self.adds_masks = adds_masks
         self.leave = frozenset(leave)
         self._lock = threading.Lock()
         self._watchers = 0
@@ -56,7 +46,8 @@ class EntryPoint:
 
     def install(self) -> None:
         """Begin to watch."""
-        _teach_bias()
+        if (bias := _bias()) is not None:
+            _taught(bias)
         with self._lock:
             if self._watchers == 0:
                 self._original = original = getattr(self.owner, self.name)
@@ -89,42 +80,40 @@ def _watched(entry: EntryPoint, kernel: Kernel) -> Kernel:
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return kernel(*args, **kwargs)
-        if (bias := _bias_among(args, kwargs)) is not None:
-            return bias._dispatch(*args, **kwargs)
         observer = _here.observer
-        if observer is None:
+        if observer is None or _is_given_bias(args, kwargs):
             return kernel(*args, **kwargs)
         return observer.call(entry, kernel, args, kwargs)
 
     return call
 
 
-def _bias_among(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """torch's class of masks that know attention by the name that a watched place has: it would not know the kernel.
-    What it calls instead comes through that place."""
-    bias = sys.modules.get("torch.nn.attention.bias")
-    if bias is None:
-        return None
-    return next((type(mask) for mask in (*args, *kwargs.values()) if isinstance(mask, bias.CausalBias)), None)
+def _bias() -> Any:
+    """torch's class of masks that know attention by the name that a watched place has; None: nobody has imported it."""
+    module = sys.modules.get("torch.nn.attention.bias")
+    return None if module is None else module.CausalBias
+
+
+def _is_given_bias(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether what the kernel calls instead comes through the watched place once more."""
+    bias = _bias()
+    if bias is None or not any(isinstance(value, bias) for value in (*args, *kwargs.values())):
+        return False
+    _taught(bias)  # it may have been imported since the watching began
+    return True
 
 
 @functools.cache
-def _taught(bias: type) -> None:
-    """torch's function keeps asking for attention by the name that a watched place has, also when somebody calls the
-    kernel that he imported by name: he is given whatever has the name."""
-    known = bias.__torch_function__.__func__  # type: ignore[attr-defined]
+def _taught(bias: Any) -> None:
+    """torch's function keeps asking for attention by that name, also when somebody calls the kernel itself, or has
+    imported it by name: it is given whatever has the name."""
+    known = bias.__torch_function__.__func__
 
     def knowing(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        asked = torch.nn.functional.scaled_dot_product_attention if func is _SDPA else func
+        asked = torch.nn.functional.scaled_dot_product_attention if func is TORCHS else func
         return known(cls, asked, types, args, kwargs)
 
-    bias.__torch_function__ = classmethod(functools.wraps(known)(knowing))  # type: ignore[attr-defined]
-
-
-def _teach_bias() -> None:
-    bias = sys.modules.get("torch.nn.attention.bias")
-    if bias is not None:
-        _taught(bias.CausalBias)
+    bias.__torch_function__ = classmethod(functools.wraps(known)(knowing))
 
 
 class _Here(threading.local):
@@ -174,8 +163,9 @@ def unwatched(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         _here.observer = before
 
 
-_SDPA = torch._C._nn.scaled_dot_product_attention  # pyright: ignore[reportAttributeAccessIssue]
-SDPA = EntryPoint(torch.nn.functional, "scaled_dot_product_attention", autocasts=True, adds_masks=True)
+TORCHS: Kernel = torch._C._nn.scaled_dot_product_attention  # pyright: ignore[reportAttributeAccessIssue]
+"""torch's attention, whoever stands in its place in ``torch.nn.functional``."""
+SDPA = EntryPoint(torch.nn.functional, "scaled_dot_product_attention", autocasts=True)
 
 
 def standard_entry_points() -> tuple[EntryPoint, ...]:

@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend
 
+from lowtide.runtime.entry_points import TORCHS
 from lowtide.runtime.placeholder import PLAIN_TYPES
 
 _MASK, _DROPOUT = (3, "attn_mask"), (4, "dropout_p")
 """Where torch's attention takes them, and, of the second, every kernel of diffusers' table."""
 _ADDING = {"cpu": SDPBackend.FLASH_ATTENTION, "cuda": SDPBackend.EFFICIENT_ATTENTION}
 """The kernels that add 0 or -inf where a mask is boolean. cuDNN's adds another number."""
-TORCHS = torch._C._nn.scaled_dot_product_attention  # pyright: ignore[reportAttributeAccessIssue]
-"""torch's attention, whoever stands in its place in ``torch.nn.functional``."""
 _ALIGNED = 8
 """Numbers of which the rows of a mask are a multiple, or a kernel on CUDA copies it."""
 
@@ -53,8 +52,8 @@ def autocast_to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def adds_mask(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether ``kernel`` is torch's own attention and, called so, makes an additive mask of a boolean one, and saves
     that for backward."""
-    mask, query = boolean_mask(args, kwargs), _query(args, kwargs)
-    if kernel is not TORCHS or mask is None or not isinstance(query, torch.Tensor):
+    query = _query(args, kwargs)
+    if kernel is not TORCHS or boolean_mask(args, kwargs) is None or not isinstance(query, torch.Tensor):
         return False
     if query.is_meta:  # a trace, which counts on such a kernel
         return True
@@ -62,30 +61,21 @@ def adds_mask(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     if adding is None or torch._C._len_torch_function_stack():  # a mode may look at the mask
         return False
     try:
-        return _choice(*args, **kwargs) == adding.value
+        choice = torch._fused_sdp_choice(*args, **kwargs)  # pyright: ignore[reportPrivateImportUsage]
+        return choice == adding.value
     except (TypeError, RuntimeError):  # the kernel says what is wrong
         return False
+
+
+def mask_to_add(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The boolean mask of which the kernel makes an additive one (``adds_mask``)."""
+    return boolean_mask(args, kwargs) if adds_mask(kernel, args, kwargs) else None
 
 
 def boolean_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     """The mask that torch's attention is given, if it is a plain boolean one."""
     mask = _given(_MASK, args, kwargs)
     return mask if isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and is_plain(mask) else None
-
-
-def _choice(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> int:
-    return torch._fused_sdp_choice(  # pyright: ignore[reportPrivateImportUsage]
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
 
 
 def with_additive_mask(

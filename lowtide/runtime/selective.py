@@ -38,12 +38,12 @@ from lowtide.runtime.entry_points import EntryPoint, Kernel, Watching, unwatched
 from lowtide.runtime.flatten import Leaves, Structure, flatten, rebuild
 from lowtide.runtime.kernel_arguments import (
     additive_mask,
-    adds_mask,
     as_autocast_would,
     autocast_to,
     boolean_mask,
     draws_random,
     is_plain,
+    mask_to_add,
     storage_bytes,
     tensors_among,
     with_additive_mask,
@@ -180,7 +180,7 @@ class KernelLog:
     recomputed after all.
     """
 
-    __slots__ = ("_name", "_outside", "_packed", "calls", "entries", "hold", "on_keep", "on_kernel", "on_note", "read")
+    __slots__ = ("_outside", "_packed", "calls", "entries", "hold", "on_keep", "on_kernel", "on_note", "read")
 
     def __init__(
         self,
@@ -198,7 +198,6 @@ class KernelLog:
         self.on_note = on_note
         self.calls: list[_Recorded | None] = []
         self.read = False  # before the call was over
-        self._name = ""
         self._outside: Hooks | None = None
         self._packed: list[tuple[Kept, torch.Tensor]] = []  # whose changes can be seen while the call runs
 
@@ -210,7 +209,7 @@ class KernelLog:
         on_pack: Callable[[torch.Tensor], None] | None,
     ) -> Callable[..., Any]:
         """The call's function, its kernels recorded. pack: the hook that it will run under. Ask outside of that."""
-        self._outside, self._name = _top_saved_tensors_default_hooks(False), call.name
+        self._outside = _top_saved_tensors_default_hooks(False)
         return functools.partial(_watching, self.entries, Recorder(self, call, segment, pack, on_pack), call.function)
 
     def replaying(self, call: "Call", collector: "Collector") -> Callable[..., Any]:
@@ -238,7 +237,7 @@ class KernelLog:
             if alone:
                 recorded.added = None
             elif isinstance(recorded.added, torch.Tensor):
-                recorded.added = self.keep(recorded.added, self._name)
+                recorded.added = self.keep(recorded.added, recorded.outputs[0].name)
         for recorded in added:
             recorded.mask = None
         self._packed.clear()  # nobody else has what was made
@@ -298,7 +297,7 @@ class Recorder:
             return unwatched(kernel, args, kwargs)
         if entry.autocasts:
             args, kwargs = as_autocast_would(args, kwargs)
-        mask = boolean_mask(args, kwargs) if entry.adds_masks and adds_mask(kernel, args, kwargs) else None
+        mask = mask_to_add(kernel, args, kwargs)
         if mask is not None:
             args, kwargs = with_additive_mask(mask, args, kwargs)
         arguments = tensors_among(args, kwargs)

@@ -42,7 +42,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         for file in partial.rglob("*"):
             if file.is_file():
                 _flush(file)
-        before = path.with_name(f".{path.name}{_BEFORE}{os.getpid()}")
+        before = _hidden(path, _BEFORE)
         try:
             if path.exists():
                 os.replace(path, before)
@@ -91,7 +91,7 @@ def append_line(path: Path, content: Any) -> None:
 
 def discard(path: Path) -> None:
     """Remove a folder or file: first out of its name, so that half of it is never taken for the whole."""
-    doomed = path.with_name(f".{path.name}{_PARTIAL}{os.getpid()}")
+    doomed = _hidden(path, _PARTIAL)
     os.replace(path, doomed)
     _remove(doomed)
 
@@ -113,7 +113,7 @@ def disk_failed(path: Path, error: Exception) -> MachineError:
 
 @contextmanager
 def _beside(path: Path) -> Iterator[Path]:
-    partial = path.with_name(f".{path.name}{_PARTIAL}{os.getpid()}")
+    partial = _hidden(path, _PARTIAL)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove(partial)
@@ -122,6 +122,11 @@ def _beside(path: Path) -> Iterator[Path]:
         raise disk_failed(path, error) from error
     finally:
         _remove(partial)
+
+
+def _hidden(path: Path, mark: str) -> Path:
+    """A name beside ``path`` that no other process takes."""
+    return path.with_name(f".{path.name}{mark}{os.getpid()}")
 
 
 def _flush(file: Path) -> None:

@@ -17,6 +17,8 @@ from lowtide.train.files import new_file
 from lowtide.train.report import PLAN
 from lowtide.units import format_bytes
 
+_OF_A_RUN = ("resolution", "train_batch_size", "gradient_accumulation_steps", "mixed_precision")
+"""Keys that a plan made in a run says it was made with."""
 _PRECISION = {"bf16": "bf16 autocast", "no": "float32"}
 
 
@@ -68,9 +70,6 @@ def _differences(conditions: Mapping[str, str], keys: TrainKeys) -> Iterator[str
         then = conditions.get(name)
         if then is not None and then != now:
             yield f"{title}{then} (this run: {now})"
-
-
-_OF_A_RUN = ("resolution", "train_batch_size", "gradient_accumulation_steps", "mixed_precision")
 
 
 def save_what_auto_found(keys: TrainKeys, handle: object) -> dict[str, str]:

@@ -17,7 +17,8 @@ from lowtide import families
 from lowtide.measure.build import build_model
 from lowtide.measure.inputs import build_inputs
 from lowtide.measure.parity import loss_of
-from lowtide.runtime.kernel_arguments import TORCHS, adds_mask
+from lowtide.runtime.entry_points import TORCHS
+from lowtide.runtime.kernel_arguments import adds_mask
 from tests.runtime.attention import attach
 from tests.runtime.toys import Block, Chain, step
 

@@ -11,7 +11,8 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.overrides import TorchFunctionMode
 
 from lowtide.errors import ReplayError
-from lowtide.runtime.kernel_arguments import TORCHS, adds_mask
+from lowtide.runtime.entry_points import TORCHS
+from lowtide.runtime.kernel_arguments import adds_mask
 from tests.runtime.attention import (
     HEADS,
     SDPA,
