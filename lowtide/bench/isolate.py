@@ -20,7 +20,7 @@ import torch
 from lowtide.errors import MachineError
 
 _T = TypeVar("_T")
-_PRELOAD = ["lowtide.bench.cell", "diffusers.models.attention_dispatch", "torch._dynamo"]
+_PRELOAD = ["lowtide.bench.cell", "diffusers.models.attention_dispatch", "torch._inductor.compile_fx"]
 _ASK_THE_DRIVER = "PYTORCH_NVML_BASED_CUDA_CHECK"  # so that `torch.cuda.is_available()` leaves a process fit to fork
 _OUT_OF_HOST_MEMORY = -9
 
