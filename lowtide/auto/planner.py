@@ -38,7 +38,7 @@ from lowtide.units import format_bytes
 
 _CAUTION = 0.14
 """Of the room for activations, left free as long as nothing is measured: forecasts of peaks err by some percent."""
-_MARGIN, _FIRST_MARGIN, _LEAST_MARGIN_BYTES = 0.04, 0.08, 96 * 2**20
+_MARGIN, _FIRST_MARGIN, _LEAST_MARGIN_BYTES = 0.02, 0.04, 96 * 2**20
 """Left free for pieces that fit nothing, and for errors: a share of the room for activations, and at least so much.
 More where nothing like a schedule has run."""
 _STEP_DOWN = 0.1
