@@ -22,6 +22,12 @@ from lowtide.runtime.kernel_arguments import adds_mask
 from tests.runtime.attention import attach
 from tests.runtime.toys import Block, Chain, step
 
+pytestmark = [
+    # torch's own, of kernels that it chooses: a norm in float32 whose input autocast has made bfloat16, and the first
+    # product of a process in its backward
+    pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context:UserWarning"),
+]
 SETTINGS: list[dict[str, Any]] = [
     {"backend": "torch"},
     {"backend": "torch", "interval": 2},
@@ -96,7 +102,8 @@ def test_gradients_are_within_what_plain_runs_differ_by(key: str, autocast: bool
             nearest = min(difference(grad, other[name]) for other in plain)
             assert nearest <= spread[name], (setting, name, nearest, spread[name])
         treated = sum(block.treatment != "kept" for block in handle.receipt().blocks)
-        assert totals["recompute_calls"] == treated > 0
+        calls = totals["recompute_calls"]  # a block may have two feed-forwards, or one for two streams (CogView4)
+        assert calls >= treated > 0 if setting["backend"] == "torch-ffn" else calls == treated > 0
 
 
 @pytest.mark.parametrize("interval", [1, 2, 4])
@@ -197,7 +204,8 @@ class Masked(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        attended = nn.functional.scaled_dot_product_attention(q, k, v, self.mask)
+        mask = self.mask.logical_not().logical_not()  # made here, as models do: of what outlives the call it is kept
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, mask)
         return x + self.out(attended.transpose(1, 2).flatten(2))
 
 

@@ -16,6 +16,9 @@ from lowtide.units import format_bytes
 from tests.gpu.offloading import ALL_MODES, KEYS, SIZES, Work, cut, nearest, spread
 from tests.runtime.toys import Block, Chain, step
 
+LUCK = 2
+"""How far a gradient may lie from the nearest of ten plain runs, in how far these differ at most: of the many thousand
+that are compared some differ by more than any two of ten. What is wrong shows where kernels are deterministic."""
 DEPTH = 8
 WIDTH = 512
 ROWS = 4096
@@ -57,7 +60,7 @@ def test_gradients_are_within_what_plain_runs_differ_by(key: str, size: str, sam
                 assert gradients.keys() == plain[0].keys()
                 for name, gradient in gradients.items():
                     away = nearest(gradient, name, plain)
-                    if not away <= allowed[name]:
+                    if not away <= (1 if same_bits else LUCK) * allowed[name]:
                         failures.append((mode, name, away, allowed[name]))
     equal = sum(value == 0 for value in allowed.values())
     print(f"{key} {size} same_bits={same_bits}: {equal} of {len(allowed)} gradients bit-equal in plain runs")
