@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from lowtide.errors import ConfigError
+from lowtide.measure.shape_results import ShapeResults
 
 MOST_WHOLE_NUMBERS = 2**22
 """Values of a larger tensor of whole numbers or booleans are not kept. Counted in elements of its storage."""
@@ -163,6 +164,7 @@ class _Operators(TorchDispatchMode):
     def __init__(self, values: _Values) -> None:
         super().__init__()
         self._values = values
+        self._results = ShapeResults()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -190,7 +192,9 @@ class _Operators(TorchDispatchMode):
             args = (args[0], [position for index in args[1] for position in self._positions(index)])
         elif facts.reads_values:
             return self._read(func, facts, args, kwargs)
-        output = func(*args, **(kwargs | {"device": _META} if facts.takes_device else kwargs))
+        placed = kwargs | {"device": _META} if facts.takes_device else kwargs
+        changes = facts.writes or facts.gives_views
+        output = func(*args, **placed) if changes else self._results.of(func, args, placed)
         if facts.writes:
             if not self._is_known(facts, args, kwargs):
                 self._forget(facts, args, kwargs)
