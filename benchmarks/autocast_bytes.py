@@ -18,11 +18,9 @@ from lowtide.bench.provenance import provenance
 from lowtide.measure.adapter import add_lora
 from lowtide.measure.build import Target, open_target
 from lowtide.measure.cards import find_card
-from lowtide.measure.cast_weights import with_casts
-from lowtide.measure.casting import Casting
-from lowtide.measure.forecast import forecast
 from lowtide.measure.meter import meter_of
 from lowtide.measure.parity import loss_of
+from lowtide.measure.planning import Wish, plain_bytes
 from lowtide.measure.probe import StepProbe
 from lowtide.runtime.resolve import ResolvedStack, resolve
 from lowtide.units import format_bytes
@@ -32,32 +30,26 @@ KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacken
 Bytes = dict[str, list[int]]
 
 
-def opened(name: str, trained: str, device: str) -> tuple[Target, list[ResolvedStack]]:
-    target = open_target(name, "real", device=device, dtype=torch.bfloat16, folder_inputs="real")
-    model = target.model.train()
+def opened(name: str, trained: str) -> tuple[Target, list[ResolvedStack]]:
+    target = open_target(name, "real", device="cuda", dtype=torch.bfloat16, folder_inputs="real")
+    model = target.model.train().to("cuda")
     stacks = resolve(model, target.family.stacks if target.family else None)
     if trained == "full":
         for weight in model.parameters():
             weight.data = weight.data.float()
     else:
         model.requires_grad_(False)
-        with torch.device(device):
+        with torch.device("cuda"):
             add_lora(model, stacks, RANK, torch.float32)
     return target, stacks
 
 
 def forecast_bytes(name: str, trained: str, sizes: Mapping[str, int]) -> Bytes:
-    target, stacks = opened(name, trained, "meta")
-    inputs = target.inputs(torch.bfloat16, over=sizes, device="meta")
-    with Casting(torch.device("cuda")):
-        costs = forecast(target.model, stacks, inputs, find_card("H200"), 0)
-    costs = with_casts(costs, stacks)
-    return {stack: [costs.kinds[kind].plain.kept_bytes for kind in kinds] for stack, kinds in costs.stacks.items()}
+    return plain_bytes(Wish(name, 2**50, find_card("H200"), sizes, rank=RANK if trained == "lora" else None))
 
 
 def probed_bytes(name: str, trained: str, sizes: Mapping[str, int]) -> Bytes:
-    target, stacks = opened(name, trained, "cuda")
-    target.model.to("cuda")
+    target, stacks = opened(name, trained)
     inputs = target.inputs(torch.bfloat16, over=sizes, device="cuda")
     device = torch.device("cuda")
 

@@ -20,10 +20,15 @@ _IN_BFLOAT16 = frozenset(
 _IN_FLOAT32 = frozenset(
     {
         "__pow__", "cumsum", "exp", "group_norm", "layer_norm", "log", "log_softmax", "logsumexp", "mse_loss", "norm",
-        "pow", "prod", "reciprocal", "rms_norm", "rsqrt", "softmax", "softplus", "sum",
+        "pow", "prod", "reciprocal", "rsqrt", "softmax", "softplus", "sum",
     }
 )  # fmt: skip
 """What accelerators compute in float32; on the CPU torch leaves these alone."""
+
+
+def casts_rms_norm() -> bool:
+    """Whether accelerators compute it in float32: torch 2.11 leaves it alone, 2.13 does not."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
 
 
 class Casting(TorchFunctionMode):
@@ -31,7 +36,8 @@ class Casting(TorchFunctionMode):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._in_float32: frozenset[str] = frozenset() if device.type == "cpu" else _IN_FLOAT32
+        in_float32 = _IN_FLOAT32 | {"rms_norm"} if casts_rms_norm() else _IN_FLOAT32
+        self._in_float32: frozenset[str] = frozenset() if device.type == "cpu" else in_float32
         self._weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_function__(

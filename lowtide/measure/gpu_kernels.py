@@ -1,10 +1,11 @@
 """Operators of which a GPU has one kernel and other devices none: what that kernel saves for backward, for traces."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 
 class GpuKernels(TorchFunctionMode):
@@ -17,13 +18,20 @@ class GpuKernels(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in (torch.nn.functional.rms_norm, torch.rms_norm):
-            return _rms_norm(*args, **(kwargs or {}))
+            return rms_norm(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def _rms_norm(
+def rms_norm(
     input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
+    """torch's, for every mode that was entered before ``GpuKernels``: one that casts arguments by name, say."""
+    if has_torch_function((input,)):
+        return handle_torch_function(rms_norm, (input,), input, normalized_shape, weight, eps)
+    if weight is not None and weight.dtype != input.dtype:  # no kernel takes these: composed on a GPU, too
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")  # the step itself says it
+            return torch.rms_norm(input, normalized_shape, weight, eps)
     return _RmsNorm.apply(input, len(normalized_shape), weight)  # type: ignore[no-any-return]
 
 

@@ -211,6 +211,13 @@ def plan_for(wish: Wish, fits: bool = True, told: Callable[[str], None] = _tell_
     )
 
 
+def plain_bytes(wish: Wish) -> dict[str, list[int]]:
+    """What each block keeps where nothing is recomputed or moved, by stack. Raises what ``plan_for`` raises."""
+    forecaster = _Forecaster(wish, _tell_nobody)
+    costs, _ = forecaster.costs(wish.rank, forecaster.sizes(wish.sizes))
+    return {stack: [costs.kinds[kind].plain.kept_bytes for kind in kinds] for stack, kinds in costs.stacks.items()}
+
+
 def _without_limit(costs: StepCosts, budget_bytes: int, plan: Plan | None) -> Plan | None:
     """The plan with no limit on CPU memory, where it needs more than the limit."""
     limit_bytes = costs.host_limit_bytes
