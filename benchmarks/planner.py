@@ -43,7 +43,7 @@ from lowtide.testing import cpu_offload
 from lowtide.train.progress import told
 from lowtide.units import format_bytes
 
-MOST_STEPS = 40
+MOST_STEPS = 44
 """Within which ``auto`` has to settle."""
 ALLOCATOR = ("num_alloc_retries", "num_device_alloc", "num_device_free")
 """What PyTorch's allocator counts: caches given back for want of memory, and calls of the driver."""

@@ -6,7 +6,7 @@ Every step is a training step with the gradients of a plain run. They run under
 2. a schedule that has each treatment on some blocks, four times, of which the last three are timed;
 3. the plan from measured times, the plan from what that one then took, and the same two of plans that move nothing, a
    few steps each. The first plan once more, and the two best of the fixed settings, if they are not far behind by those
-   times. What was quickest stays.
+   times; and the plan from what all of these took. What was quickest stays.
 
 Where the plain run fits, it stays with that, and measures nothing but its peak.
 """
@@ -34,6 +34,7 @@ the memory of each block is to be seen."""
 
 _TRIED = {True: "tried for some steps, from measured times", False: "tried for some steps, with nothing moving"}
 _ONCE_MORE, _FIXED = "tried for some steps, once more", "tried for some steps, as one setting for all blocks"
+_LAST = "tried for some steps, from what all of these took"
 _MOST_FIXED = 2
 _TIMED = 3
 """Steps under one schedule that count, by their median: on a busy host single ones are late by a tenth. The first under
@@ -75,21 +76,24 @@ def measuring(planner: Planner, attached: Attached) -> Steps:
     planner.learn_times(sample, [probed for probed in timed if probed is not None])
     tried: list[tuple[float, Plan]] = []
     for moving, like in itertools.product((True, False), (False, True)):
-        made = _candidate(planner, moving, like)
-        if made is not None and all(made.schedule != other.schedule for _, other in tried):
-            step_ms = yield from _try(planner, _take(planner, attached, made, _TRIED[moving]))
-            tried.append((step_ms, planner.as_it_ran(made)))
+        yield from _try_new(planner, attached, _candidate(planner, moving, like), _TRIED[moving], tried)
     if _may_be_quicker(planner, plan, tried):
         again = replace(planner.as_it_ran(plan), foreseen=None)
-        step_ms = yield from _try(planner, _take(planner, attached, again, _ONCE_MORE))
-        tried.append((step_ms, planner.as_it_ran(again)))
+        yield from _try_new(planner, attached, again, _ONCE_MORE, tried)
     for _ in range(_MOST_FIXED):
         fixed = next((made for made in planner.fixed_plans() if _may_be_quicker(planner, made, tried)), None)
-        if fixed is None:
-            break
-        step_ms = yield from _try(planner, _take(planner, attached, fixed, _FIXED))
-        tried.append((step_ms, planner.as_it_ran(fixed)))
+        yield from _try_new(planner, attached, fixed, _FIXED, tried)
+    yield from _try_new(planner, attached, _candidate(planner, like=True), _LAST, tried)
     _take(planner, attached, min(tried, key=_quickest, default=(math.inf, plan))[1], "from now on", settled=True)
+
+
+def _try_new(
+    planner: Planner, attached: Attached, plan: Plan | None, why: str, tried: list[tuple[float, Plan]]
+) -> Generator[bool, Probed | None]:
+    """Unless its schedule has been tried."""
+    if plan is not None and all(plan.schedule != other.schedule for _, other in tried):
+        step_ms = yield from _try(planner, _take(planner, attached, plan, why))
+        tried.append((step_ms, planner.as_it_ran(plan)))
 
 
 def _candidate(planner: Planner, moving: bool = True, like: bool = False) -> Plan | None:

@@ -28,9 +28,10 @@ from lowtide.plan.answer import Plan
 from lowtide.plan.assignment import assignment_of, in_flight_bytes, schedule_of
 from lowtide.plan.costs import BlockKind, StepCosts
 from lowtide.plan.predict_step import predict_step
-from lowtide.plan.sampling import bytes_of, corrected, samples_of, sampling, with_bytes, with_copies_taking
+from lowtide.plan.sampling import bytes_of, corrected, samples_of, sampling, with_bytes
 from lowtide.plan.schedule import ATTENTION, KEPT, WHOLE, Schedule
 from lowtide.plan.solve import fixed_plans, smallest_peak, solve
+from lowtide.plan.trials import Trials
 from lowtide.runtime.flatten import OpaqueArgument, flatten_call
 from lowtide.runtime.host_memory import share_of_host_bytes
 from lowtide.runtime.resolve import ResolvedStack, resolve
@@ -73,7 +74,7 @@ class Planner:
     _shared_bytes: int = 0
     _error_bytes: int = 0
     _corrected: Schedule | None = None
-    _slower_ms_per_byte: float = 0.0
+    _trials: Trials | None = None
     _gradients: Mapping[str, int] = field(default_factory=dict)  # of one block, by kind
     _begins_without: bool = False  # gradients, the step at hand
     _began_without: bool = False
@@ -102,7 +103,7 @@ class Planner:
         self._shared_bytes = self.costs.resident_bytes - self._now_bytes
         self._gradients = block_gradients(self.model, stacks, self.costs.stacks)
         self.costs = self.costs.with_gradients(self._late_gradients)
-        self._error_bytes, self._corrected, self._slower_ms_per_byte = 0, None, 0.0
+        self._error_bytes, self._corrected, self._trials = 0, None, None
 
     def begin_step(self) -> None:
         """Before each further step that is planned or watched: see what lies on the device by now."""
@@ -175,6 +176,7 @@ class Planner:
         samples = list(samples_of(self._known, assignment_of(self._known, schedule), times))
         other_ms = max(0.0, median(one.step_ms for one in probed) - sum(map(sum, times.values())))
         self.costs = corrected(self._known, samples, other_ms, self._known.link)
+        self._trials = Trials(self.costs)
 
     def learn_bytes(self, schedule: Schedule, probed: Probed | None) -> None:
         """Correct bytes by a step that ran under ``sampling``."""
@@ -229,16 +231,13 @@ class Planner:
         return max(0, self._now_bytes + self._lying.to_come_bytes() + self._shared_bytes + error_bytes)
 
     def learn_step(self, plan: Plan, step_ms: float) -> None:
-        """Put down what a step took longer than predicted to copies, where there are any: they share the device memory
-        with the computation. The rest, and what it took less, to what is not in blocks: copies save no time."""
-        made = predict_step(self._known, assignment_of(self._known, plan.schedule))
-        error_ms = step_ms - made.step_ms
-        if made.copied_bytes:
-            slower = max(0.0, self._slower_ms_per_byte + error_ms / made.copied_bytes)
-            change, self._slower_ms_per_byte = slower - self._slower_ms_per_byte, slower
-            self.costs = with_copies_taking(self._known, change)
-            error_ms -= change * made.copied_bytes
-        self.costs = replace(self._known, other_ms=max(0.0, self._known.other_ms + error_ms))
+        """Correct times by what whole steps took, this one and those before it. What nothing explains of this one is
+        outside of blocks."""
+        self._trials = self._trials or Trials(self._known)
+        self._trials.add(assignment_of(self._trials.timed, plan.schedule), step_ms)
+        costs = self._trials.applied(self._known)
+        error_ms = step_ms - predict_step(costs, assignment_of(costs, plan.schedule)).step_ms
+        self.costs = replace(costs, other_ms=max(0.0, costs.other_ms + error_ms))
 
     @property
     def _known(self) -> StepCosts:

@@ -41,7 +41,7 @@ class Effort:
     steps: int = 10
     most_s: float = 60.0
     timeout_s: float = 1800.0
-    most_warm_up: int = 40
+    most_warm_up: int = 44
 
 
 @dataclass

@@ -103,20 +103,6 @@ def _with_bytes(cost: TreatmentCost, kind: str, seen: Sequence[Bytes]) -> Treatm
     )
 
 
-def with_copies_taking(costs: StepCosts, ms_per_byte: float) -> StepCosts:
-    """The same costs, but a byte that is copied out takes so much longer, though nobody waits for its copy: copies and
-    computation share the device's memory."""
-    kinds = {
-        name: replace(kind, treatments=tuple(_slower(cost, ms_per_byte) for cost in kind.treatments))
-        for name, kind in costs.kinds.items()
-    }
-    return replace(costs, kinds=kinds)
-
-
-def _slower(cost: TreatmentCost, ms_per_byte: float) -> TreatmentCost:
-    return replace(cost, extra_backward_ms=max(0.0, cost.extra_backward_ms + ms_per_byte * cost.copied_bytes))
-
-
 class _Samples:
     """Medians by kind and treatment, and by how much forecasts were wrong over all kinds."""
 

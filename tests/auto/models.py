@@ -11,7 +11,7 @@ from lowtide.auto.planner import Planner
 from lowtide.plan.solve import smallest_peak, solve
 from tests.runtime.toys import Block, Chain
 
-STEPS = 36
+STEPS = 40
 """More than ``auto`` measures."""
 
 

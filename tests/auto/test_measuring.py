@@ -102,7 +102,7 @@ def test_of_fixed_settings_the_two_nearest_are_tried(
 def test_a_first_plan_beside_which_nothing_fits_is_measured_too(
     planner: Planner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lowtide.auto.measuring._candidate", lambda *_: None)
+    monkeypatch.setattr("lowtide.auto.measuring._candidate", lambda *_, **__: None)
     monkeypatch.setattr(planner, "fixed_plans", list)
     first = planner.plan(careful=True)
     scripted = Scripted(lambda schedule: 1234.0)

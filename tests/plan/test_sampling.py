@@ -16,7 +16,6 @@ from lowtide.plan.sampling import (
     samples_of,
     sampling,
     with_bytes,
-    with_copies_taking,
 )
 from lowtide.plan.schedule import BOUNDARY, FFN, KEPT, SAVED, SELECTIVE, WHOLE
 from tests.plan.chains import steps
@@ -160,11 +159,3 @@ def test_measured_bytes_take_the_place_of_forecasts() -> None:
                 before.copied_bytes,
                 before.extra_ms,
             )
-
-
-def test_copies_that_take_time_though_they_hide() -> None:
-    slower = with_copies_taking(COSTS, 0.5)
-    for kind, before in zip(slower.kinds.values(), COSTS.kinds.values(), strict=True):
-        for way, cost in kind.by_way.items():
-            assert cost.extra_ms == pytest.approx(before.by_way[way].extra_ms + 0.5 * cost.copied_bytes)
-    assert with_copies_taking(slower, -100.0).kinds["a"].by_way[WHOLE, MOVED, 1].extra_ms == 0.0

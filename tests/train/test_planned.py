@@ -15,7 +15,7 @@ from lowtide.testing import cpu_offload
 from lowtide.train.report import result_lines, setting_name
 from tests.train.test_auto import AUTO, Train, least_bytes
 
-LONG = {"max_train_steps": 36, "checkpoint_step_interval": 36}
+LONG = {"max_train_steps": 40, "checkpoint_step_interval": 40}
 """More steps than auto measures."""
 PLANNED = AUTO | {"gradient_checkpointing_backend": None}
 

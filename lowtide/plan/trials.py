@@ -1,0 +1,96 @@
+"""What whole steps took under several plans, put down to treatments, to copies and to what is outside of blocks.
+
+Times of single blocks are uncertain: what watches them takes time of its own, and a host that is late once makes a
+treatment look slow. A step under a plan is timed as a whole, so a few of them say which treatments were wrong. What is
+sought are few numbers (``_PRIORS``) that explain the steps and are no larger than they have to be: the most likely ones
+where errors are normal, by linear least squares with a prior (ridge regression).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy
+
+from lowtide.plan.assignment import Assignment
+from lowtide.plan.costs import BlockKind, StepCosts, TreatmentCost
+from lowtide.plan.predict_step import predict_step
+from lowtide.plan.schedule import FFN, SELECTIVE, WHOLE
+
+_OUTSIDE, _COPIES = "outside of blocks", "copies"
+_PRIORS = {_OUTSIDE: 0.02, FFN: 0.3, SELECTIVE: 0.3, WHOLE: 0.2, _COPIES: 0.15}
+"""By how much each may well be off: of a plain step; of what the treatment adds; of the time of copies on the link,
+though nobody waits for them (they share the device's memory with the computation)."""
+_NOISE = 0.01
+"""Of a step's time, that another one of the same takes more or less."""
+
+
+@dataclass
+class Trials:
+    """Steps since treatments were timed. timed: the costs as they came out then."""
+
+    timed: StepCosts
+    _rows: list[list[float]] = field(default_factory=list)
+    _errors_ms: list[float] = field(default_factory=list)
+    _noise_ms: list[float] = field(default_factory=list)
+
+    def add(self, assignment: Assignment, step_ms: float) -> None:
+        """assignment: of the costs as they were timed."""
+        made = predict_step(self.timed, assignment)
+        added = dict.fromkeys(_PRIORS, 0.0)
+        for cost in (cost for costs in assignment.values() for cost in costs):
+            if cost.treatment in added:
+                added[cost.treatment] += cost.extra_ms
+        added[_OUTSIDE] = self.timed.plain_ms
+        added[_COPIES] = 0.0 if self.timed.link is None else self.timed.link.out_ms(made.copied_bytes)
+        self._rows.append(list(added.values()))
+        self._errors_ms.append(step_ms - made.step_ms)
+        self._noise_ms.append(_NOISE * step_ms)
+
+    def applied(self, costs: StepCosts) -> StepCosts:
+        """These costs, with times as all steps so far have them. Of ``costs`` only the bytes count."""
+        found = dict(zip(_PRIORS, self._explained(), strict=True))
+        other_ms = max(0.0, self.timed.other_ms + found[_OUTSIDE] * self.timed.plain_ms)
+        return replace(
+            costs,
+            kinds={name: self._kind(self.timed.kinds[name], kind, found) for name, kind in costs.kinds.items()},
+            other_ms=other_ms,
+        )
+
+    def _kind(self, timed: BlockKind, kind: BlockKind, found: dict[str, float]) -> BlockKind:
+        return replace(
+            kind,
+            forward_ms=timed.forward_ms,
+            backward_ms=timed.backward_ms,
+            treatments=tuple(self._cost(timed.by_way[cost.way], cost, found) for cost in kind.treatments),
+        )
+
+    def _cost(self, timed: TreatmentCost, cost: TreatmentCost, found: dict[str, float]) -> TreatmentCost:
+        times = 1 + found.get(cost.treatment, 0.0)
+        link = self.timed.link
+        copies_ms = 0.0 if link is None else found[_COPIES] * link.out_ms(cost.copied_bytes)
+        return replace(
+            cost,
+            extra_forward_ms=times * timed.extra_forward_ms,
+            extra_backward_ms=times * timed.extra_backward_ms + copies_ms,
+        )
+
+    def _explained(self) -> Sequence[float]:
+        """Of each of ``_PRIORS``, how much it is more than it was taken for."""
+        free = list(range(len(_PRIORS)))
+        names, scales = list(_PRIORS), numpy.array(list(_PRIORS.values()))
+        rows = numpy.array(self._rows).reshape(-1, len(names)) * scales
+        errors, noise = numpy.array(self._errors_ms), numpy.array(self._noise_ms)
+        lowest = numpy.array([-numpy.inf if name == _OUTSIDE else 0.0 if name == _COPIES else -1.0 for name in names])
+        values = numpy.zeros(len(names))
+        while free:  # what would be below the lowest it can be is held there, and the rest explains what it can
+            left = (errors - rows @ values) / noise
+            a = numpy.vstack([rows[:, free] / noise[:, None], numpy.eye(len(free))])
+            found = numpy.linalg.lstsq(a, numpy.concatenate([left, numpy.zeros(len(free))]), rcond=None)[0]
+            below = [place for place, one in zip(free, found, strict=True) if one * scales[place] < lowest[place]]
+            if not below:
+                values[free] = found
+                break
+            for place in below:
+                values[place] = lowest[place] / scales[place]
+                free.remove(place)
+        return [float(one) for one in values * scales]
