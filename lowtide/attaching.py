@@ -1,5 +1,6 @@
 """``lowtide.attach``: what people give it, checked, and turned into controls or a schedule."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,13 +8,16 @@ from typing import Any
 from torch import nn
 
 from lowtide.auto.handle import AutoHandle
+from lowtide.checkpoint_wrappers import any_wrapper, wrapped
 from lowtide.controls import CheckpointConfig
 from lowtide.errors import ConfigError
-from lowtide.handle import Handle, attach_as
+from lowtide.handle import Handle, attach_as, rows_for
 from lowtide.keys import is_unset
 from lowtide.plan.saved_plan import load_plan
 from lowtide.plan.schedule import MAX_SIZES, MIN_BYTES, Schedule
+from lowtide.runtime.resolve import resolve
 
+_log = logging.getLogger("lowtide")
 _PREFIX = "gradient_checkpointing"
 _DENOISERS = ("transformer", "unet", "prior", "decoder")
 """What pipelines call the model that is trained."""
@@ -79,9 +83,27 @@ def attach(
         offload_min_bytes,
         vram_budget,
     )
+    config, schedule = _unless_wrapped(model, family, config, schedule)
     if config.is_auto:
         return AutoHandle(model, config, family)
     return attach_as(model, config, _schedule_of(schedule), family)
+
+
+def _unless_wrapped(
+    model: nn.Module, family: str | None, config: CheckpointConfig, schedule: Any
+) -> tuple[CheckpointConfig, Any]:
+    """The same, or nothing to do where torch's wrappers recompute blocks already: two would recompute them twice."""
+    root, rows = rows_for(model, family)
+    paths = wrapped(root, resolve(root, rows)) if any_wrapper(root) else []
+    if not paths:
+        return config, schedule
+    _log.info(
+        "activation checkpointing is off: %d parts of the model (%s the first) are in torch's CheckpointWrapper "
+        "already, which FSDP's activation checkpointing puts there",
+        len(paths),
+        paths[0] or type(root).__name__,
+    )
+    return CheckpointConfig.for_attach(None), None
 
 
 def _check_model(model: Any) -> None:

@@ -11,11 +11,12 @@ from torch import nn
 
 from lowtide import families
 from lowtide.attention_backend import entry_points, providers
+from lowtide.checkpoint_wrappers import wrapped
 from lowtide.controls import CheckpointConfig
 from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.families.row import Stack
 from lowtide.inert import ignored, inert
-from lowtide.plan.schedule import ATTENTION, FFN, MOVES, SELECTIVE, Schedule
+from lowtide.plan.schedule import ATTENTION, FFN, KEPT, MOVES, SELECTIVE, Schedule
 from lowtide.runtime.in_turn import InTurn
 from lowtide.runtime.ledger import BlockRecord, Ledger
 from lowtide.runtime.link import accelerator_or_simulated
@@ -24,7 +25,7 @@ from lowtide.runtime.resolve import ResolvedStack, child, resolve
 from lowtide.runtime.store import Store
 from lowtide.runtime.swap import intercept, release
 from lowtide.runtime.tracer import Tracer
-from lowtide.runtime.unit import movable, units_of
+from lowtide.runtime.unit import NO_ATTENTION, lacks_attention, movable, moving, units_of
 
 RUNS_LAST = "runs last, stays on the device"
 """Why a block of which something would wait in CPU memory keeps it."""
@@ -63,6 +64,7 @@ class Handle(Attachment):
         self.schedule = schedule
         self.config = config
         self._stay = held_back(stacks, wanted, schedule)
+        self._moving, self._without_attention = _moving(stacks, schedule)
         self._ignored = tuple(ignored(config, depths_of(stacks, config)))
         self._store = _store(model, schedule, config, in_turn)
         self._ledger = Ledger(model, self._store)
@@ -115,10 +117,12 @@ class Handle(Attachment):
     def _reason(self, record: BlockRecord) -> str | None:
         if not record.forward_calls:
             return NOT_CALLED
+        if record.name in self._without_attention and not self._moving[record.name]:
+            return record.reason or NO_ATTENTION
         return record.reason or (RUNS_LAST if record.name in self._stay else None)
 
     def _treatment(self, record: BlockRecord) -> str:
-        moves = self.schedule.stacks[record.stack].moves[record.index] & MOVES[record.treatment]
+        moves = self._moving[record.name] & MOVES[record.treatment]
         as_planned = record.treatment == record.planned
         return record.treatment + "+offload" if moves and as_planned else record.treatment
 
@@ -133,6 +137,15 @@ class Handle(Attachment):
                 "the model's own gradient checkpointing is on as well, so blocks are recomputed by both: call "
                 "`model.disable_gradient_checkpointing()`"
             )
+        model = self._ledger.model()
+        paths = wrapped(model, self.stacks) if model is not None else []
+        if paths:
+            both = any(record.treatment != KEPT for record in self._ledger.records)
+            told = (
+                "blocks are recomputed by both: attach after they are wrapped" if both else "this handle does nothing"
+            )
+            first = paths[0] or type(model).__name__
+            yield f"{len(paths)} parts of the model ({first} the first) are in torch's CheckpointWrapper, so {told}"
         compiled = [record.name for record in self._ledger.records if record.in_compiled_code]
         if compiled:  # rule 16
             yield (
@@ -227,6 +240,16 @@ def held_back(stacks: Sequence[ResolvedStack], wanted: Schedule, schedule: Sched
         for index, (name, block) in enumerate(last.blocks)
         if (before.moves[index] - after.moves[index]) & movable(last, block, before.treatments[index])
     }
+
+
+def _moving(stacks: Sequence[ResolvedStack], schedule: Schedule) -> tuple[dict[str, frozenset[str]], set[str]]:
+    """What of each block waits in CPU memory, and which blocks have no attention that might."""
+    places = [
+        (name, (stack, schedule.stacks[stack.name], index))
+        for stack in stacks
+        for index, (name, _) in enumerate(stack.blocks)
+    ]
+    return {name: moving(*place) for name, place in places}, {name for name, place in places if lacks_attention(*place)}
 
 
 def _store(model: nn.Module, schedule: Schedule, config: CheckpointConfig, in_turn: InTurn | None) -> Store | None:

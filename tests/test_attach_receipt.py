@@ -19,6 +19,7 @@ from lowtide.measure.inputs import build_inputs
 from lowtide.measure.inspection import inspect_target
 from lowtide.measure.parity import run_step
 from lowtide.runtime.receipt import Receipt
+from lowtide.runtime.unit import NO_ATTENTION
 from lowtide.testing import cpu_offload
 from tests.runtime.toys import Chain
 
@@ -90,6 +91,16 @@ def test_a_last_block_of_which_nothing_would_move_says_nothing() -> None:
     *_, last = receipt_of(build_model(row), row, backend=None, offload_attention=True).blocks
     assert (last.treatment, last.cpu_bytes) == ("kept", 0)
     assert (last.reason == RUNS_LAST) == (".transformer_blocks." in last.name)
+
+
+def test_blocks_without_attention_stay_as_they_are_where_attention_moves() -> None:
+    row = families.find("sd15")
+    *blocks, _ = receipt_of(build_model(row), row, backend=None, offload_attention=True).blocks
+    with_attention = [block for block in blocks if ".transformer_blocks." in block.name]
+    without = [block for block in blocks if block not in with_attention]
+    assert {(block.treatment, block.reason) for block in with_attention} == {("kept+offload", None)}
+    assert {(block.treatment, block.reason, block.cpu_bytes) for block in without} == {("kept", NO_ATTENTION, 0)}
+    assert len(with_attention) > 10 < len(without)
 
 
 def test_a_receipt_in_one_line() -> None:

@@ -18,7 +18,7 @@ LAYERS = (
     ("families",),
     ("plan",),
     ("runtime",),
-    ("keys", "controls", "attention_backend", "handle", "region", "offload", "testing", "inert"),
+    ("keys", "controls", "attention_backend", "handle", "region", "offload", "testing", "inert", "checkpoint_wrappers"),
     ("measure",),
     ("auto",),
     ("attaching",),

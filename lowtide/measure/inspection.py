@@ -22,7 +22,7 @@ from lowtide.measure.watch import Missed, StackEvidence, Watched, watch, without
 from lowtide.plan.schedule import FFN, KEPT, Schedule, StackSchedule
 from lowtide.runtime.receipt import Note
 from lowtide.runtime.resolve import ResolvedStack, resolve
-from lowtide.runtime.unit import NO_FEED_FORWARD, movable
+from lowtide.runtime.unit import NO_ATTENTION, NO_FEED_FORWARD, lacks_attention, moving
 
 
 @dataclass(frozen=True)
@@ -191,9 +191,10 @@ def _planned(
     for index, (name, block) in enumerate(stack.blocks):
         bare = (scope or schedule.treatments[index]) == FFN and not stack.chains(block)
         treatment = KEPT if bare else schedule.treatments[index]
-        moves = tuple(sorted(schedule.moves[index] & movable(stack, block, treatment)))
+        moves = tuple(sorted(moving(stack, schedule, index)))
         offload = "+offload" if moves else ""
-        reason = NO_FEED_FORWARD if bare else RUNS_LAST if name in stay else None
+        without = lacks_attention(stack, schedule, index) and not moves
+        reason = NO_FEED_FORWARD if bare else RUNS_LAST if name in stay else NO_ATTENTION if without else None
         yield PlannedBlock(name, index, treatment + offload, schedule.segments[index], reason, moves)
 
 

@@ -15,6 +15,8 @@ from lowtide.runtime.resolve import ResolvedStack
 
 NO_FEED_FORWARD = "no feed-forward"
 """Why a block is kept whose feed-forward the schedule recomputes."""
+NO_ATTENTION = "no softmax attention"
+"""Why a block is kept as it is whose attention would wait in CPU memory."""
 MOVED = "moved"
 """Treatment of a module inside a block that is not recomputed: what it saves waits in CPU memory."""
 WAKES = "wakes"
@@ -79,6 +81,16 @@ def units_of(
                 side = MOVED if ATTENTION in unit.moves else WAKES
                 for path, module in stack.attention_sides(block):
                     yield f"{name}.{path}", module, Unit(weakref.ref(module), record, side, (block, path))
+
+
+def moving(stack: ResolvedStack, plan: StackSchedule, index: int) -> frozenset[str]:
+    """What of this block waits in CPU memory, of what the plan has wait there."""
+    return plan.moves[index] & movable(stack, stack.blocks[index][1], plan.treatments[index])
+
+
+def lacks_attention(stack: ResolvedStack, plan: StackSchedule, index: int) -> bool:
+    """Whether the plan has this block's attention wait in CPU memory, and it has none."""
+    return ATTENTION in plan.moves[index] and not stack.attention_sides(stack.blocks[index][1])
 
 
 def movable(stack: ResolvedStack, block: nn.Module, treatment: str) -> frozenset[str]:
