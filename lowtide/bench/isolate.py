@@ -8,7 +8,9 @@ it any more; there, processes are started anew.
 import functools
 import multiprocessing
 import os
+import select
 import signal
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -83,8 +85,17 @@ def _end(process: Any) -> None:
 
 def _send(theirs: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     os.setsid()
+    threading.Thread(target=_end_unread, args=(theirs.fileno(),), daemon=True).start()
     with theirs:
         theirs.send(function(*arguments))
+
+
+def _end_unread(pipe: int) -> None:
+    """Ends this process when whoever waits for the result is gone, however that ended: nobody else would."""
+    reader = select.poll()
+    reader.register(pipe, 0)  # that it is closed at the other end is told in any case
+    reader.poll()
+    os.killpg(0, signal.SIGKILL)
 
 
 def _ending(code: int | None) -> str:

@@ -1,5 +1,6 @@
 """``lowtide bench synthetic`` and ``lowtide bench family``: cells of a benchmark, each in a process of its own."""
 
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -139,12 +140,22 @@ def _swept(cells: "Iterable[Condition]", out: Path, warm_up: int, steps: int, ag
         machine, device, device=device
     )  # this process must not touch the accelerator: cells need all of it
     effort = Effort(warm_up, steps)
-    with _told() as tell:
+    with _told() as tell, _killed_politely():
         try:
             return sweep(wanted, lambda cell: run_apart(cell, effort, device, facts), out, facts["card"], tell, again)
         except KeyboardInterrupt:
             say("Stopped. What was measured is written; run the same command again: it goes on from there.")
             raise typer.Exit(_INTERRUPTED) from None
+
+
+@contextmanager
+def _killed_politely() -> "Iterator[None]":
+    """``kill``, or a scheduler's end of time, is as Ctrl-C: the cell that runs ends with this process."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

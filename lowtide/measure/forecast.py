@@ -71,6 +71,7 @@ def forecast(
         link=card.link,
         host_limit_bytes=host_limit_bytes,
         source=FORECAST,
+        tokens=trace.tokens,
     )
 
 

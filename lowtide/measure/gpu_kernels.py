@@ -42,7 +42,7 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx: Any, input: torch.Tensor, dimensions: int, weight: torch.Tensor | None) -> torch.Tensor:
         rows = [*input.shape[:-dimensions], *[1] * dimensions]
         ctx.save_for_backward(input, weight, input.new_empty(rows, dtype=torch.float32))
-        return torch.empty_like(input)
+        return input.new_empty(input.shape)  # contiguous, however the input lies
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:

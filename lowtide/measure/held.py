@@ -52,7 +52,14 @@ def trace_held(
         for handle in tracer.watch():
             watched.callback(handle.remove)
         outputs = _forward(model, inputs, tracer)
-        trace = HeldTrace(tuple(tracer.calls), frozenset(tracer.glue), tracer.live(), tracer.sizes_bytes, tracer.work())
+        trace = HeldTrace(
+            tuple(tracer.calls),
+            frozenset(tracer.glue),
+            tracer.live(),
+            tracer.sizes_bytes,
+            tracer.work(),
+            tracer.tokens,
+        )
     del outputs  # the graph had to live until now
     return trace
 
@@ -138,6 +145,7 @@ class _Tracer:
         self.calls: list[ModuleCall] = []
         self.glue: set[int] = set()
         self.sizes_bytes: dict[int, int] = {}
+        self.tokens = 0
         self._open: list[_Region] = []
         self._saved: WeakSet[_Saved] = WeakSet()
         self._alive: list[torch.UntypedStorage] = []
@@ -171,6 +179,8 @@ class _Tracer:
             kernel = fused_attention
         if not self._open:
             return self._run(entry, kernel, args, kwargs)
+        query = next(iter(tensors_of((args, kwargs))))
+        self.tokens = max(self.tokens, query.shape[-2 if entry is SDPA else 1])
         block = self._open[0].name
         name = f"{self._open[-1].name}.kernel"
         self._open.append(_Region(None, KERNEL, name, self._uses((args, kwargs)), self.work()))

@@ -31,7 +31,7 @@ from lowtide.measure.residents import (
 )
 from lowtide.plan.answer import Plan
 from lowtide.plan.costs import StepCosts
-from lowtide.plan.explain import as_dict, prediction_dict
+from lowtide.plan.explain import as_dict, of_few_tokens, prediction_dict
 from lowtide.plan.solve import smallest_peak, solve
 from lowtide.runtime.resolve import ResolvedStack, resolve
 from lowtide.units import format_bytes
@@ -75,6 +75,7 @@ class Planned:
     """plan: None where nothing fits; refusal says so then. sizes: all of the inputs. late_gradients_bytes: of the
     residents, what is not there before backward makes it. update_bytes: what an update takes beside them.
 
+    tokens: the most that a block's attention is asked for; 0: unknown.
     without_limit: the plan with no limit on CPU memory, where it needs more than the limit, and is quicker or alone
     fits; None: the limit does not bind.
     """
@@ -92,6 +93,7 @@ class Planned:
     refusal: str | None
     fits: tuple[Fit, ...]
     without_limit: Plan | None = None
+    tokens: int = 0
 
     @property
     def hints(self) -> tuple[str, ...]:
@@ -133,10 +135,12 @@ class Planned:
         card, budget = self.wish.card, self.wish.budget_bytes
         told = f"{card.name} does not compute in bfloat16, as this plan supposes: steps will take far longer."
         slow = () if card.bf16 else (told,)
+        does_something = self.plan is not None and not self.plan.leaves_off
+        few = tuple(of_few_tokens(self.tokens)) if does_something else ()
         if budget <= card.memory_bytes:
-            return slow
+            return (*slow, *few)
         has = format_bytes(card.memory_bytes)
-        return (f"The budget, {format_bytes(budget)}, is more than {card.name} has: {has}.", *slow)
+        return (f"The budget, {format_bytes(budget)}, is more than {card.name} has: {has}.", *slow, *few)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -208,6 +212,7 @@ def plan_for(wish: Wish, fits: bool = True, told: Callable[[str], None] = _tell_
         refusal,
         tuple(what_fits(forecaster, asked, allowed)) if fits else (),
         _without_limit(costs, wish.budget_bytes, plan),
+        costs.tokens,
     )
 
 

@@ -27,7 +27,7 @@ class ShapeResults:
 
     def of(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """``func(*args, **kwargs)``, or new tensors like those that it gave for such arguments before."""
-        key = func, _key(args), _key(tuple(kwargs.items()))
+        key = func, torch.get_default_dtype(), _key(args), _key(tuple(kwargs.items()))
         if None in key:
             return func(*args, **kwargs)
         if key not in self._made:
@@ -73,6 +73,8 @@ def _all_new(outputs: Iterable[torch.Tensor | None], given: Any) -> bool:
     tensors = [one for one in outputs if one is not None]
     before = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
     storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+    if any(tensor.dtype.is_complex or tensor.is_neg() for tensor in tensors):  # they may be conjugate views
+        return False
     own = len(set(storages)) == len(storages) and not set(storages) & {one.untyped_storage()._cdata for one in before}
     return own and all(
         tensor.storage_offset() == 0

@@ -128,7 +128,9 @@ class _Values:
 def _like(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
     """The view of ``storage`` that ``tensor`` is of its own."""
     view = torch.empty(0, dtype=tensor.dtype, device=storage.device)
-    return view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+    view = view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+    view = torch.ops.aten._neg_view(view) if tensor.is_neg() else view
+    return view.conj() if tensor.is_conj() else view
 
 
 def _is_small(tensor: torch.Tensor) -> bool:

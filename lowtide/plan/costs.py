@@ -217,6 +217,7 @@ class StepCosts:
     source: MEASURED or FORECAST.
     in_flight_share: of the bytes that may be in flight, what is there where backward needs the most.
     in_flight_known_bytes: of how many that share is known. All beyond them count.
+    tokens: the most that a block's attention is asked for, where that is known. No plan depends on it.
     """
 
     kinds: Mapping[str, BlockKind]
@@ -229,6 +230,7 @@ class StepCosts:
     source: str = field(default=MEASURED)
     in_flight_share: float = 1.0
     in_flight_known_bytes: int = 0
+    tokens: int = 0
 
     def __post_init__(self) -> None:
         _check_not_negative(self)

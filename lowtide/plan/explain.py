@@ -22,6 +22,9 @@ from lowtide.plan.schedule import (
 )
 from lowtide.units import format_bytes
 
+_FEW_TOKENS = 2048
+"""Of a block, under which recomputation and offload hardly pay."""
+
 _DOES = {
     KEPT: "kept on the device",
     FFN: "feed-forward side recomputed",
@@ -221,3 +224,12 @@ def _doubts(plan: Plan) -> Iterator[str]:
         yield "Times are forecast from shapes, not measured: the order of close settings may differ."
     if plan.within_ms:
         yield f"The search was stopped: another schedule may be quicker, by {ms_in_words(plan.within_ms)} at most."
+
+
+def of_few_tokens(tokens: int) -> Iterator[str]:
+    """What there is to say of blocks with so many tokens; 0: unknown. Of many there is nothing."""
+    if 0 < tokens < _FEW_TOKENS:
+        yield (
+            f"A block has {tokens:,} tokens at most. Under {_FEW_TOKENS:,} activations are small beside what else lies "
+            "on the device, and the host decides how long a step takes: recomputation and offload may not pay."
+        )

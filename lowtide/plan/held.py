@@ -120,7 +120,7 @@ class HeldTrace:
     live: the saved storages that the graph of the outputs still holds when the forward is over; a branch whose result
     nobody uses (the text stream of a last block, say) is gone by then.
     sizes_bytes: of every storage, parameters and buffers left out (they stay anyway, so they count nothing).
-    work: of the whole forward.
+    work: of the whole forward. tokens: the most that softmax attention in a block is asked for; 0: it has none.
     """
 
     calls: tuple[ModuleCall, ...]
@@ -128,6 +128,7 @@ class HeldTrace:
     live: frozenset[int]
     sizes_bytes: Mapping[int, int]
     work: Work = Work()
+    tokens: int = 0
 
     @property
     def outside(self) -> Work:

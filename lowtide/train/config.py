@@ -265,6 +265,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
         config = TrainConfig.from_flat({**given, **changed})
         for key, folder in (("output_dir", config.keys.output), ("cache_dir", config.keys.cache)):
             _check_folder(key, folder)
+        _check_apart(config.keys)
         return config
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}" if not changed else f"{path} with --set: {error}") from None
@@ -275,6 +276,16 @@ def _check_folder(key: str, folder: Path) -> None:
     in_the_way = next((place for place in (folder, *folder.parents) if place.exists()), folder)
     if in_the_way.exists() and not in_the_way.is_dir():
         raise ConfigError(f"{key}: {in_the_way} is a file, and a folder is wanted: name another place")
+
+
+def _check_apart(keys: TrainKeys) -> None:
+    """ConfigError where the run's own pictures, its samples, would be among those that it trains on."""
+    output = keys.output.resolve()
+    if keys.data_dir and output.is_relative_to(keys.data.resolve()):
+        raise ConfigError(
+            f"output_dir: {keys.output} is in data_dir, {keys.data}, where every picture is trained: samples would be, "
+            "too. Name a folder outside of it"
+        )
 
 
 def changes(

@@ -2,20 +2,28 @@
 
 import hashlib
 import math
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from lowtide.errors import ConfigError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+_UNREADABLE = (
+    ArithmeticError, EOFError, LookupError, OSError, SyntaxError, TypeError, ValueError, struct.error,
+    Image.DecompressionBombError,
+)  # fmt: skip
+"""What Pillow raises for files that are no pictures, or whose EXIF data are of other types than they should be."""
+_WHITE = (255, 255, 255, 255)
 _COARSEST_SIDES = 16
 _MOST_SHOWN = 3
+_MOST_GREY = 2**16 - 1
 
 
 @dataclass(frozen=True)
@@ -104,7 +112,7 @@ def _example(path: Path) -> Example:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         with Image.open(path) as image:
             size = _upright(image).size
-    except (OSError, UnidentifiedImageError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except _UNREADABLE as error:
         raise ConfigError(f"{path} cannot be read as a picture ({error})") from error
     return Example(path, _caption(path.with_suffix(".txt")), digest, size)
 
@@ -122,5 +130,19 @@ def _caption(path: Path) -> str:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """Decoded, turned as its EXIF data say, in RGB."""
-    return ImageOps.exif_transpose(image).convert("RGB")
+    """Decoded, turned as its EXIF data say, in RGB; what is transparent lies on white."""
+    turned = ImageOps.exif_transpose(image)
+    if turned.mode.startswith("I"):  # Pillow would cut off all that is over 255
+        turned = _of_16_bits(turned)
+    if turned.has_transparency_data:
+        layer = turned.convert("RGBA")
+        turned = Image.alpha_composite(Image.new("RGBA", layer.size, _WHITE), layer)
+    return turned.convert("RGB")
+
+
+def _of_16_bits(image: Image.Image) -> Image.Image:
+    """Grey of 8 bits. Raises ValueError for values that no picture of 16 bits has."""
+    values = np.array(image).astype(np.int64)
+    if values.min() < 0 or values.max() > _MOST_GREY:
+        raise ValueError(f"grey values of more than 16 bits: {values.min()} to {values.max()}")
+    return Image.fromarray((values / (_MOST_GREY / 255)).round().astype(np.uint8))

@@ -19,6 +19,8 @@ from lowtide.units import format_bytes
 
 _OF_A_RUN = ("resolution", "train_batch_size", "gradient_accumulation_steps", "mixed_precision")
 """Keys that a plan made in a run says it was made with."""
+TRAINED_PARAMETERS, TEXT_TOKENS = "trained_parameters", "T"
+"""Names of conditions of plans."""
 _PRECISION = {"bf16": "bf16 autocast", "no": "float32"}
 
 
@@ -42,10 +44,13 @@ def check_that_it_is_for(denoiser: Denoiser, config: TrainConfig, planned: Sched
         raise ConfigError(f"gradient_checkpointing_schedule: {config.checkpointing.schedule}: {error}") from error
 
 
-def tell_what_differs(config: TrainConfig, say: Callable[[str], None]) -> None:
-    """Where the run is another one than the plan was made for: its peak may be another one, too."""
+def tell_what_differs(config: TrainConfig, of_run: Mapping[str, str], say: Callable[[str], None]) -> None:
+    """Where the run is another one than the plan was made for: its peak may be another one, too.
+
+    of_run: what no key says of it, as plans name it.
+    """
     path = config.checkpointing.schedule
-    differences = [] if path is None else list(_differences(load_plan(path).conditions, config.keys))
+    differences = [] if path is None else list(_differences(load_plan(path).conditions, config.keys, of_run))
     if differences:
         say(
             f"The plan in {path} was made for {', '.join(differences)}. Steps may need more memory than it says, or "
@@ -53,7 +58,7 @@ def tell_what_differs(config: TrainConfig, say: Callable[[str], None]) -> None:
         )
 
 
-def _differences(conditions: Mapping[str, str], keys: TrainKeys) -> Iterator[str]:
+def _differences(conditions: Mapping[str, str], keys: TrainKeys, of_run: Mapping[str, str]) -> Iterator[str]:
     if {"W", "H"} <= conditions.keys():  # of one made by `lowtide plan`, whose names are those of the model's inputs
         width, height = conditions["W"], conditions["H"]
         side = keys.resolution if width.isdigit() and height.isdigit() else 0
@@ -61,6 +66,8 @@ def _differences(conditions: Mapping[str, str], keys: TrainKeys) -> Iterator[str
             yield f"{width}x{height} pixels (this run: about {side}x{side})"
     for name, title, now in (
         ("trained", "", trained_text(keys)),
+        (TRAINED_PARAMETERS, "trained parameters: ", of_run[TRAINED_PARAMETERS]),
+        (TEXT_TOKENS, "text tokens: ", of_run[TEXT_TOKENS]),
         ("B", "batch ", str(keys.train_batch_size)),
         ("accumulation", "accumulation ", str(keys.gradient_accumulation_steps)),
         ("precision", "", _PRECISION[keys.mixed_precision]),
@@ -72,7 +79,7 @@ def _differences(conditions: Mapping[str, str], keys: TrainKeys) -> Iterator[str
             yield f"{title}{then} (this run: {now})"
 
 
-def save_what_auto_found(keys: TrainKeys, handle: object) -> dict[str, str]:
+def save_what_auto_found(keys: TrainKeys, of_run: Mapping[str, str], handle: object) -> dict[str, str]:
     """The file of the plan that auto has come to, for the report: another run can begin with it."""
     if not isinstance(handle, AutoHandle) or handle.plan is None or not handle.settled:
         return {}
@@ -82,6 +89,7 @@ def save_what_auto_found(keys: TrainKeys, handle: object) -> dict[str, str]:
         "found by": "auto, in training",
         "budget": format_bytes(handle.budget_bytes or 0),
         "trained": trained_text(keys),
+        **of_run,
         **{key: str(getattr(keys, key)) for key in _OF_A_RUN},
     }
     with new_file(path) as partial:

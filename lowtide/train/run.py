@@ -10,6 +10,7 @@ import torch
 
 import lowtide
 from lowtide.auto.budget import budget_bytes
+from lowtide.plan.explain import of_few_tokens
 from lowtide.plan.schedule import Schedule
 from lowtide.runtime.link import accelerator_or_simulated
 from lowtide.train.adapters import Everything, Lora, Trained
@@ -23,7 +24,14 @@ from lowtide.train.kernels import computing
 from lowtide.train.loop import Guard, Interrupt, StepDone, Updater, load_batch, plainly, run_steps
 from lowtide.train.memory import peak_bytes
 from lowtide.train.metrics import add_metrics, read_metrics, summary_of
-from lowtide.train.plans import check_that_it_can_run, check_that_it_is_for, save_what_auto_found, tell_what_differs
+from lowtide.train.plans import (
+    TEXT_TOKENS,
+    TRAINED_PARAMETERS,
+    check_that_it_can_run,
+    check_that_it_is_for,
+    save_what_auto_found,
+    tell_what_differs,
+)
 from lowtide.train.prepare import Prepared, prepare
 from lowtide.train.progress import Reporter, told
 from lowtide.train.report import REPORT, WEIGHTS, compare_blocks
@@ -50,6 +58,19 @@ class Session:
     def keys(self) -> TrainKeys:
         return self.prepared.config.keys
 
+    @property
+    def of_plans(self) -> dict[str, str]:
+        """What plans say of a run, and none of its keys."""
+        trained = sum(weight.numel() for weight in self.trained.parameters)
+        tokens = self.keys.tokenizer_max_length or self.prepared.row.text_tokens
+        return {TRAINED_PARAMETERS: str(trained), TEXT_TOKENS: str(tokens)}
+
+    @property
+    def most_tokens(self) -> int:
+        """That a block has, of any picture."""
+        text = int(self.of_plans[TEXT_TOKENS])
+        return max(self.denoiser.tokens(size, text) for size in self.prepared.cached.buckets)
+
     def fixed_loss(self) -> float:
         with computing(self.keys.mixed_precision, self.prepared.device):
             return fixed_loss(self.denoiser, self.fixed)
@@ -70,7 +91,6 @@ def run(config: TrainConfig, reporter: Reporter) -> dict[str, Any] | None:
         budget_bytes(config.checkpointing.vram_budget)
     prepared = prepare(config, reporter)
     _tell_smaller_batches(prepared, reporter.say)
-    tell_what_differs(config, reporter.say)
     with folder_with_something(config.keys.output):
         return _run(prepared, planned, reporter)
 
@@ -81,10 +101,14 @@ def _run(prepared: Prepared, planned: Schedule | None, reporter: Reporter) -> di
     session = _open(prepared, state, checkpoint)
     if planned is not None:
         check_that_it_is_for(session.denoiser, config, planned)
+        tell_what_differs(config, session.of_plans, reporter.say)
     if state.loss_before is None:
         state.loss_before = session.fixed_loss()
         _sample(session, BEFORE)
     setting = setting_of(state, config, session.denoiser.model, reporter.say)
+    treated = setting.scope is not None or setting.moves
+    for line in of_few_tokens(session.most_tokens) if treated and prepared.device.type != "cpu" else ():
+        reporter.say(line)
     with told(reporter.say), Attached(session.denoiser.model, config.keys.family, setting) as attached:
         _train(session, attached, reporter)
         blocks = recomputed_blocks(attached.handle.stacks, attached.handle.schedule)
@@ -173,7 +197,7 @@ def _finish(session: Session, attached: Attached, blocks: dict[str, Any]) -> dic
     pair = write_pair(keys.output)
     before, after = state.loss_before, session.fixed_loss()
     assert before is not None
-    found = save_what_auto_found(keys, attached.handle)
+    found = save_what_auto_found(keys, session.of_plans, attached.handle)
     report = {
         "lowtide": lowtide.__version__,
         "torch": torch.__version__,

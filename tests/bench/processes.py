@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 
 def returned(value: int) -> tuple[int, int]:
@@ -18,4 +19,9 @@ def ended() -> None:
 
 
 def sleeping() -> None:
+    time.sleep(600)
+
+
+def told_and_sleeping(path: str) -> None:
+    Path(path).write_text(str(os.getpid()))
     time.sleep(600)

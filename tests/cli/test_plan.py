@@ -66,6 +66,13 @@ def test_a_plan_for_all_weights_says_so(lowtide: Callable[..., Any], tmp_path: P
     assert "trained: all weights" in " ".join(done.stdout.split())
 
 
+def test_few_tokens_are_told_where_something_is_recomputed(lowtide_json: Callable[..., Any]) -> None:
+    few = lowtide_json(*SD3, "--budget", "5GiB", "--resolution", "256", "--batch", "16")
+    assert not few["plan"]["leave_it_off"]
+    assert [said for said in few["warnings"] if "A block has 589 tokens at most. Under 2,048" in said]
+    assert lowtide_json(*SD3, "--budget", "24GiB", "--resolution", "256")["warnings"] == []  # which leaves all off
+
+
 def test_a_budget_that_the_card_does_not_have(lowtide: Callable[..., Any], lowtide_json: Callable[..., Any]) -> None:
     said = "The budget, 25.0 GiB, is more than RTX 4090 has: 24.0 GiB."
     assert said in " ".join(lowtide(*SD3, "--budget", "25GiB").stdout.split())

@@ -91,6 +91,23 @@ def test_what_more_than_shapes_decides_runs_each_time(operator: Any, args: tuple
     assert counted.calls == 2
 
 
+def test_the_default_dtype_is_part_of_what_is_given() -> None:
+    results, x = ShapeResults(), meta(4, dtype=torch.int64)
+    assert results.of(aten.div.Tensor, (x, 2), {}).dtype == torch.float32
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert results.of(aten.div.Tensor, (x, 2), {}).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_conjugate_results_are_not_remembered() -> None:
+    with torch.inference_mode():
+        results, x = ShapeResults(), meta(8)
+        made = [results.of(torch.ops.aten.fft_ifft.default, (x,), {}).is_conj() for _ in range(2)]
+    assert made[0] == made[1]
+
+
 @pytest.mark.parametrize("key", ["flux1", "sdxl", "wan21_1_3b", "hidream", "chroma", "ltx2_3"])
 def test_a_trace_is_the_same_where_every_operator_runs(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def traced() -> Any:

@@ -178,3 +178,12 @@ def test_nothing_is_allocated_for_what_has_no_values():
     """One of these would take 40 TB."""
     weight = torch.empty(10**6, 10**7, dtype=torch.float32, device="meta")
     assert _run(lambda hidden, weight: hidden @ weight, torch.empty(10**6, 10**6, device="meta"), weight).is_meta
+
+
+def test_values_of_conjugate_and_negated_views():
+    def forward(lengths):
+        number = torch.complex(lengths.float(), lengths.float()).conj()
+        return number.imag.tolist(), (number * 1).imag.tolist()
+
+    expected = [0.0, -1.0, -2.0]
+    assert _run(forward, torch.arange(3)) == (expected, expected)

@@ -186,3 +186,14 @@ def test_all_mistakes_of_a_file_are_told_at_once() -> None:
     )
     assert [line.startswith(begin) for line, begin in zip(told, begins, strict=False)] == [True] * 4
     assert told[4].startswith("gradient_checkpointing_interval") and len(told) == 5
+
+
+@pytest.mark.parametrize("inside", [".", "runs", "runs/first"])
+def test_samples_are_not_to_be_trained_on(tmp_path: Path, inside: str) -> None:
+    (tmp_path / "photos").mkdir()
+    path = tmp_path / "config.json"
+    output = tmp_path / "photos" / inside
+    path.write_text(json.dumps({**MINIMAL, "data_dir": "photos", "output_dir": str(output)}))
+    with pytest.raises(ConfigError, match="is in data_dir, .*photos, where every picture is trained"):
+        load_config(path, [])
+    load_config(path, [f"output_dir={tmp_path / 'photos2'}"])

@@ -1,8 +1,11 @@
 """Pictures and captions: what is read, in which size, in which order, and what is refused."""
 
+import io
 import itertools
+import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -66,6 +69,39 @@ def test_a_picture_is_turned_as_its_exif_says(tmp_path: Path) -> None:
     Image.new("RGB", (60, 30)).save(tmp_path / "a.jpg", exif=exif)
     (tmp_path / "a.txt").write_text("a caption")
     assert read_folder(tmp_path)[0].size == (30, 60)
+
+
+def test_exif_data_of_a_wrong_type_are_named_with_their_picture(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112], exif[0x011A] = 6, 1.5
+    file = io.BytesIO()
+    Image.new("RGB", (48, 40)).save(file, "JPEG", exif=exif)
+    content = bytearray(file.getvalue())
+    for order in "<>":  # bytes where the resolution, a fraction, is expected
+        place = content.find(struct.pack(f"{order}HHI", 0x011A, 5, 1))
+        if place >= 0:
+            content[place : place + 8] = struct.pack(f"{order}HHI", 0x011A, 7, 8)
+    (tmp_path / "a.jpg").write_bytes(content)
+    (tmp_path / "a.txt").write_text("a caption")
+    with pytest.raises(ConfigError, match="a.jpg cannot be read as a picture"):
+        read_folder(tmp_path)
+
+
+def test_grey_pictures_of_sixteen_bits_keep_their_values(tmp_path: Path) -> None:
+    values = np.linspace(0, 2**16 - 1, 64 * 64).astype("uint16").reshape(64, 64)
+    Image.fromarray(values).save(tmp_path / "grey.png")
+    pixels = read_pixels(tmp_path / "grey.png", (64, 64))
+    assert pixels[0, 0].numpy() == pytest.approx(values / (2**16 - 1) * 2 - 1, abs=1 / 128)
+    Image.fromarray(np.full((4, 4), 2**17, dtype="int32")).save(tmp_path / "deep.tiff")
+    with pytest.raises(ValueError, match="more than 16 bits"):
+        read_pixels(tmp_path / "deep.tiff", (4, 4))
+
+
+def test_what_is_transparent_lies_on_white(tmp_path: Path) -> None:
+    Image.new("RGBA", (8, 8), (255, 0, 0, 0)).save(tmp_path / "a.png")
+    assert (read_pixels(tmp_path / "a.png", (8, 8)) == 1).all()
+    Image.new("RGBA", (8, 8), (255, 0, 0, 255)).save(tmp_path / "b.png")
+    assert read_pixels(tmp_path / "b.png", (8, 8))[0, :, 0, 0].tolist() == [1, -1, -1]
 
 
 @given(st.integers(1, 8000), st.integers(1, 8000), st.sampled_from([96, 224, 512, 1024]), st.sampled_from([8, 16, 32]))

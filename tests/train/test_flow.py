@@ -38,7 +38,7 @@ def test_the_loss_of_a_perfect_model_is_zero(batch: Batch) -> None:
         def velocity(self, noisy: Any, sigmas: Any, text: Any) -> torch.Tensor:
             return (noisy - batch.latents) / sigmas.view(-1, 1, 1, 1)
 
-        arguments = shift = sample = save_lora = load_lora = save_model = load_model = None  # type: ignore[assignment]
+        arguments = tokens = shift = sample = save_lora = load_lora = save_model = load_model = None  # type: ignore[assignment]
 
     noised = add_noise(batch.latents, torch.randn_like(batch.latents), torch.tensor([0.3, 0.9]))
     assert loss_of(Perfect(), noised, batch.text) < 1e-10
@@ -98,6 +98,8 @@ def test_arguments_and_velocity_are_those_of_the_pipeline(prepared: Prepared, de
     ours = denoiser.arguments(latents, sigmas, text)
     for name, value in ours.items():
         assert torch.equal(value, theirs[name]), name
+    text_tokens = ours["encoder_hidden_states"].shape[1]
+    assert denoiser.tokens(size, text_tokens) == ours["hidden_states"].shape[1] + text_tokens
     with torch.no_grad():
         velocity = denoiser.velocity(latents, sigmas, text)
     assert torch.equal(FluxPipeline._pack_latents(velocity, *latents.shape), output[0])

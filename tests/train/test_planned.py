@@ -100,6 +100,8 @@ def test_a_run_that_differs_from_what_a_plan_was_made_for_is_told(
         "W": "64",
         "accumulation": "2",
         "precision": "bf16",
+        "trained_parameters": "57344",
+        "T": "512",
     }
     path = tmp_path / "plan.json"
     keys = PLANNED | {"gradient_checkpointing_schedule": str(path), "max_train_steps": 1}
@@ -111,6 +113,7 @@ def test_a_run_that_differs_from_what_a_plan_was_made_for_is_told(
             (
                 "64x96 pixels (this run: about 96x96)", "LoRA 2 (this run: LoRA 4)", "batch 1 (this run: 2)",
                 "accumulation 2 (this run: 1)", "optimizer sgd, EMA (this run: adamw)", "bf16 (this run: float32)",
+                "trained parameters: 57344 (this run: ", "text tokens: 512 (this run: ",
             ),
         ),
         ({"resolution": "64"}, ("resolution 64 (this run: 96)",)),

@@ -58,6 +58,10 @@ class Denoiser(ABC):
         """
 
     @abstractmethod
+    def tokens(self, size: tuple[int, int], text_tokens: int) -> int:
+        """That a block has for a picture of (width, height), the caption's among them where blocks see both."""
+
+    @abstractmethod
     def load_lora(self, folder: Path) -> dict[str, Tensor]:
         """The weights that ``save_lora`` wrote, by module path in ``model``."""
 

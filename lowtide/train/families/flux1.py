@@ -85,6 +85,10 @@ class FluxDenoiser(Denoiser):
         height, width = (side * factor for side in noisy.shape[-2:])
         return FluxPipeline._unpack_latents(packed, height, width, factor)
 
+    def tokens(self, size: tuple[int, int], text_tokens: int) -> int:
+        side = 2 * self._pipeline.vae_scale_factor
+        return (size[0] // side) * (size[1] // side) + text_tokens
+
     def shift(self, sigmas: Tensor, latents: Tensor) -> Tensor:
         scheduler = self._pipeline.scheduler
         if not scheduler.config.use_dynamic_shifting:
