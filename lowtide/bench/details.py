@@ -44,7 +44,7 @@ def _detail(cell: Cell, outcome: Outcome, column: str) -> Detail:
     return Detail(
         mode=cell.mode,
         column=column,
-        runs=f"{len(outcome.records)} ({outcome.steps_in_words})" if figures else str(len(outcome.records)),
+        runs=_runs(outcome) if figures else str(len(outcome.records)),
         spread=f"{spread:.4f}" if spread is not None else "",
         reserved=f"{max(run.peak_reserved_bytes for run in figures) / GIB:.2f}" if figures else "",
         host=f"{max(run.host_peak_bytes for run in figures) / GIB:.2f}" if figures else "",
@@ -52,6 +52,12 @@ def _detail(cell: Cell, outcome: Outcome, column: str) -> Detail:
         blocks=", ".join(f"{count} {treatment}" for treatment, count in last.get("blocks", {}).items()),
         notes=tuple(dict.fromkeys(notes)),
     )
+
+
+def _runs(outcome: Outcome) -> str:
+    """``"2 (10 + 10 steps after 5 + 5)"``."""
+    before = " + ".join(str(run.warm_up_steps) for run in outcome.figures)
+    return f"{len(outcome.records)} ({outcome.steps_in_words} after {before})"
 
 
 def _left_out(outcome: Outcome) -> Iterator[str]:

@@ -85,7 +85,8 @@ def _end(process: Any) -> None:
 
 def _send(theirs: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     os.setsid()
-    threading.Thread(target=_end_unread, args=(theirs.fileno(),), daemon=True).start()
+    end = os.dup(theirs.fileno())  # it stays open until the process ends
+    threading.Thread(target=_end_unread, args=(end,), daemon=True).start()
     with theirs:
         theirs.send(function(*arguments))
 

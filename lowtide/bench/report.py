@@ -45,7 +45,8 @@ _WITHOUT_OFFLOAD = {
     "selective-offload": "selective",
 }
 LEGEND = {
-    "A cell": "median seconds per step / peak GiB of allocated memory, both over the steps after warm-up",
+    "A cell": "median seconds per step / peak GiB of allocated memory, both over the steps after warm-up, of which "
+    "each cell's details tell how many there were",
     "reserved": (
         "GiB that PyTorch reserved, where that is over 5 % more than was allocated; budgets are of reserved memory"
     ),
