@@ -20,6 +20,7 @@ from lowtide.units import format_bytes
 
 _PAGE = mmap.PAGESIZE
 _SHARE_OF_FREE = 0.9
+_NEAR = 0.9  # of what may be pinned: from there on it is told
 _SLACK = 1.25  # how much more than the largest step the pool may hold before it gives buffers of unused sizes back
 _LOOSEST = 2  # a buffer at most this many times too large is taken rather than a new one allocated
 
@@ -70,7 +71,7 @@ class Pool:
         self._free: dict[int, list[Buffer]] = {}  # by size; least recently used size first
         self._count: dict[int, int] = {}  # buffers of each size, free ones and others
         self._closed = False
-        self._warned = False
+        self._warned = self._warned_before = False
         self.total_bytes = 0
         self.pinned_bytes = 0
         self.in_use_bytes = 0
@@ -163,8 +164,19 @@ class Pool:
                     f"this machine's {format_bytes(memory.limit_bytes)} (control group included), of which "
                     f"{format_bytes(memory.available_bytes)} are free"
                 )
+            if self.pinned_bytes + size > _NEAR * allowed:
+                self._warn_before(allowed, memory.limit_bytes)
         tensor = self.pin(size)
         return tensor if tensor is not None else self._fall_back(f"the driver did not pin {format_bytes(size)} more")
+
+    def _warn_before(self, allowed: int, limit_bytes: int) -> None:
+        if not self._warned_before:
+            self._warned_before = True
+            warnings.warn(
+                f"offload has nearly as much CPU memory pinned as it takes, {format_bytes(allowed)} of this machine's "
+                f"{format_bytes(limit_bytes)}: beyond that it goes on in ordinary memory, whose copies are slower.",
+                stacklevel=2,
+            )
 
     def _fall_back(self, why: str) -> None:
         self.fallbacks += 1

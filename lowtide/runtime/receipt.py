@@ -1,10 +1,14 @@
 """What really ran in the last step, as data."""
 
+import textwrap
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 from lowtide.units import format_bytes
+
+_SHOWN = 80
+"""Characters of a warning in one line."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,14 @@ class Note:
     reason: str
 
 
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count > 1)}" if count else ""
+
+
+def _start_of(text: str) -> str:
+    return textwrap.shorten(text, _SHOWN, placeholder=" …")
+
+
 @dataclass(frozen=True, repr=False)
 class Receipt:
     """What ran in the last step, block by block.
@@ -81,8 +93,8 @@ class Receipt:
             f"{totals['recompute_calls']} recomputations",
             ", ".join(f"{format_bytes(totals[key])} {name}" for name, key in sizes.items() if totals[key]),
             *(f"{name}: {', '.join(note.subject for note in notes)}" for name, notes in self._options() if notes),
-            f"{len(self.fallbacks)} fallbacks" if self.fallbacks else "",
-            f"{len(self.warnings)} warnings" if self.warnings else "",
+            _counted(len(self.fallbacks), "fallback"),
+            _counted(len(self.warnings), "warning") + (f" ({_start_of(self.warnings[0])})" if self.warnings else ""),
         ]
         return f"<Receipt: {'; '.join(part for part in parts if part)}>"
 

@@ -20,7 +20,8 @@ def give_back(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """On an accelerator the peak of what tensors took since memory last ran out; on the CPU what the process holds."""
+    """On an accelerator the peak of what tensors took since the first step, or since memory ran out; on the CPU what
+    the process holds."""
     if device.type == "cpu":
         return psutil.Process().memory_info().rss
     return torch.accelerator.max_memory_allocated(device)

@@ -22,7 +22,7 @@ from lowtide.train.files import folder_with_something, new_folder, write_json
 from lowtide.train.flow import Batch, fixed_loss, random_noise
 from lowtide.train.kernels import computing
 from lowtide.train.loop import Guard, Interrupt, StepDone, Updater, load_batch, plainly, run_steps
-from lowtide.train.memory import peak_bytes
+from lowtide.train.memory import give_back, peak_bytes
 from lowtide.train.metrics import add_metrics, read_metrics, summary_of
 from lowtide.train.plans import (
     TEXT_TOKENS,
@@ -109,6 +109,7 @@ def _run(prepared: Prepared, planned: Schedule | None, reporter: Reporter) -> di
     treated = setting.scope is not None or setting.moves
     for line in of_few_tokens(session.most_tokens) if treated and prepared.device.type != "cpu" else ():
         reporter.say(line)
+    give_back(prepared.device)  # what encoders and a sample took is no part of what steps take
     with told(reporter.say), Attached(session.denoiser.model, config.keys.family, setting) as attached:
         _train(session, attached, reporter)
         blocks = recomputed_blocks(attached.handle.stacks, attached.handle.schedule)

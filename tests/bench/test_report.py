@@ -315,7 +315,11 @@ def test_works_stand_in_a_fixed_order() -> None:
 
 def test_details_of_inert_cells_hold_no_figures() -> None:
     by_mode = {detail.mode: detail for detail in details(only(EVERY_STATE))}
-    assert (by_mode["layer"].reserved, by_mode["layer"].host, by_mode["layer"].runs) == ("8.32", "3.00", "1 (5 steps after 5)")
+    assert (by_mode["layer"].reserved, by_mode["layer"].host, by_mode["layer"].runs) == (
+        "8.32",
+        "3.00",
+        "1 (5 steps after 5)",
+    )
     assert by_mode["layer"].blocks == "23 whole, 1 kept"
     inert = by_mode["layer-offload"]
     assert (inert.spread, inert.reserved, inert.host, inert.first_step) == ("", "", "", "")
