@@ -130,6 +130,9 @@ class Size:
         return number
 
 
+_UNITS = ("GiB", "GB", "MiB", "MB")
+
+
 @dataclass(frozen=True)
 class Budget:
     """Validator of an amount of memory: a size, or one word. Less than a MiB is a forgotten unit."""
@@ -146,11 +149,18 @@ class Budget:
         try:
             number = Size()(value)
         except ConfigError:
-            raise ConfigError(f"{shown(value)} is not allowed; allowed: {self.allowed}.") from None
+            raise ConfigError(f"{shown(value)} is not allowed; allowed: {self.allowed}.{self._near(value)}") from None
         if number < _LEAST_BUDGET:
-            hint = f" Did you mean {number}GiB?" if number else ""
+            hint = f" Did you mean {number}GiB?" if number and str(value).strip() == str(number) else ""
             raise ConfigError(f"{shown(value)} is {number} bytes; allowed: {self.allowed}.{hint}")
         return number
+
+    def _near(self, value: Any) -> str:
+        """The nearest size, or the word, for a text that is none."""
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", value) if isinstance(value, str) else None
+        if found is None:
+            return _nearest(value, {self.word: self.word}) if isinstance(value, str) else ""
+        return _nearest(found[2].lower(), {unit.lower(): found[1] + unit for unit in _UNITS}, 0.5)
 
 
 class Keys(BaseModel):
