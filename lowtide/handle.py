@@ -117,7 +117,7 @@ class Handle(Attachment):
     def _reason(self, record: BlockRecord) -> str | None:
         if not record.forward_calls:
             return NOT_CALLED
-        if record.name in self._without_attention and not self._moving[record.name]:
+        if record.treatment == KEPT and record.name in self._without_attention and not self._moving[record.name]:
             return record.reason or NO_ATTENTION
         return record.reason or (RUNS_LAST if record.name in self._stay else None)
 

@@ -125,7 +125,8 @@ def _try(planner: Planner, plan: Plan) -> Generator[bool, Probed | None, float]:
     if not times_ms:
         return math.inf
     step_ms = statistics.median(times_ms)  # the quickest would favour whatever was lucky once
-    _log.info("auto: that takes %.0f ms%s", step_ms, f" and {format_bytes(most_bytes)}" if most_bytes else "")
+    peak = f" and {format_bytes(most_bytes)}" if most_bytes else ""
+    _log.info("auto: a step takes %.0f ms%s (predicted: %.0f ms)", step_ms, peak, plan.prediction.step_ms)
     planner.learn_step(plan, step_ms)
     return step_ms
 

@@ -6,6 +6,10 @@ from lowtide.families.row import Build, Family
 
 _INPUTS = INPUTS | {"pooled_projections": randn("B", "P"), "guidance": when("G", full(3.5, "B"))}
 
+_BLOCK = r"(single_)?transformer_blocks\.\d+\."
+_ATTENTION = r"attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
+_FEED_FORWARD = r"(ff|ff_context)\.net\.(0\.proj|2)|proj_mlp|proj_out"
+
 ROWS = (
     Family(
         key="flux1",
@@ -13,6 +17,7 @@ ROWS = (
         aliases=("flux", "FLUX.1-dev", "FLUX.1-schnell"),
         class_path="diffusers.FluxTransformer2DModel",
         stacks=(DOUBLE, SINGLE),
+        lora_targets=f"{_BLOCK}({_ATTENTION}|{_FEED_FORWARD})",
         tiny=Build(
             config=TINY | {"pooled_projection_dim": 32, "guidance_embeds": True},
             vars=TINY_VARS | {"P": 32, "G": 1},

@@ -58,6 +58,8 @@ class Family:
     train_mode: False where the model must be in eval() to be differentiable.
     block_classes: classes that regional compilation compiles.
     left_out: paths of modules that look like a stack and save next to nothing.
+    lora_targets: where the trainer puts a LoRA: a regular expression over module paths. Attention and feed-forward
+        layers. None: it does not train this family.
     """
 
     key: str
@@ -74,6 +76,7 @@ class Family:
     train_mode: bool = True
     block_classes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    lora_targets: str | None = None
 
     @property
     def class_name(self) -> str:

@@ -1,4 +1,4 @@
-"""A LoRA where benchmarks and forecasts put it: on every projection of a block's softmax attention."""
+"""A LoRA where benchmarks put it, on every projection of a block's softmax attention, or on the layers of a pattern."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,13 +9,21 @@ from torch import nn
 from lowtide.runtime.resolve import ResolvedStack, child
 
 
-def add_lora(model: nn.Module, stacks: Sequence[ResolvedStack], rank: int, dtype: torch.dtype = torch.bfloat16) -> None:
+def add_lora(
+    model: nn.Module,
+    stacks: Sequence[ResolvedStack],
+    rank: int,
+    dtype: torch.dtype = torch.bfloat16,
+    targets: str | None = None,
+) -> None:
     """Inject it into a frozen model, on all linear layers of a block that has no softmax attention.
 
-    dtype: of its weights. LoRA: Hu et al., arXiv:2106.09685.
+    dtype: of its weights. targets: regular expression over module paths: on these layers instead. LoRA: Hu et al.,
+    arXiv:2106.09685.
     """
-    targets = [name for stack in stacks for path, block in stack.blocks for name in _targets(stack, path, block)]
-    config = LoraConfig(r=rank, lora_alpha=rank, init_lora_weights=False, target_modules=list(dict.fromkeys(targets)))
+    paths = [name for stack in stacks for path, block in stack.blocks for name in _targets(stack, path, block)]
+    chosen = targets or list(dict.fromkeys(paths))
+    config = LoraConfig(r=rank, lora_alpha=rank, init_lora_weights=False, target_modules=chosen)
     inject_adapter_in_model(config, model)
     for weight in model.parameters():
         if weight.requires_grad:

@@ -331,6 +331,6 @@ def _built(name: str, rank: int | None, autocast: bool) -> _Model:
     else:
         model.requires_grad_(False)
         with torch.device("meta"):  # or it is filled with random numbers in CPU memory
-            add_lora(model, stacks, rank, trained_in)
+            add_lora(model, stacks, rank, trained_in, target.family.lora_targets if target.family else None)
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     return _Model(target, stacks, parameters, trained)

@@ -4,6 +4,7 @@ Pinning is slow (half a second a GiB) and torch's own pinned allocator rounds to
 at their size, registered once, and kept.
 """
 
+import logging
 import mmap
 import os
 import threading
@@ -18,6 +19,7 @@ import torch
 from lowtide.runtime.host_memory import SHARE_OF_MACHINE, HostMemory, host_memory
 from lowtide.units import format_bytes
 
+_log = logging.getLogger("lowtide")
 _PAGE = mmap.PAGESIZE
 _SHARE_OF_FREE = 0.9
 _NEAR = 0.9  # of what may be pinned: from there on it is told
@@ -172,10 +174,11 @@ class Pool:
     def _warn_before(self, allowed: int, limit_bytes: int) -> None:
         if not self._warned_before:
             self._warned_before = True
-            warnings.warn(
-                f"offload has nearly as much CPU memory pinned as it takes, {format_bytes(allowed)} of this machine's "
-                f"{format_bytes(limit_bytes)}: beyond that it goes on in ordinary memory, whose copies are slower.",
-                stacklevel=2,
+            _log.warning(
+                "offload has nearly as much CPU memory pinned as it takes, %s of this machine's %s: beyond that it goes "
+                "on in ordinary memory, whose copies are slower",
+                format_bytes(allowed),
+                format_bytes(limit_bytes),
             )
 
     def _fall_back(self, why: str) -> None:

@@ -5,6 +5,8 @@ import gc
 import psutil
 import torch
 
+from lowtide.units import format_bytes
+
 
 def device_for_training() -> torch.device:
     """The accelerator, or the CPU where there is none."""
@@ -25,3 +27,8 @@ def peak_bytes(device: torch.device) -> int:
     if device.type == "cpu":
         return psutil.Process().memory_info().rss
     return torch.accelerator.max_memory_allocated(device)
+
+
+def in_words(memory_bytes: int, device: torch.device) -> str:
+    """Of ``peak_bytes``: on the CPU it is no number to hold to a budget of activations."""
+    return f"{'process ' * (device.type == 'cpu')}{format_bytes(memory_bytes)}"

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lowtide.train.loop import StepDone
-from lowtide.units import format_bytes
 
 _T = TypeVar("_T")
 _LINES, _MOST_QUIET_S = 6, 60.0
@@ -78,8 +77,7 @@ class StepBar:
         self._seconds: list[float] = []  # of the steps since the last line
         self._last_line = time.monotonic()
 
-    def show(self, done: StepDone, memory_bytes: int) -> None:
-        memory = format_bytes(memory_bytes)
+    def show(self, done: StepDone, memory: str) -> None:
         self._seconds.append(done.seconds)
         loss, pace = f"{done.loss:.4f}", f"{sum(self._seconds) / len(self._seconds):.2f}"
         self._bar.update(self._bar.task_ids[0], completed=done.step, loss=loss, pace=pace, memory=memory)

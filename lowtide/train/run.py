@@ -22,7 +22,7 @@ from lowtide.train.files import folder_with_something, new_folder, write_json
 from lowtide.train.flow import Batch, fixed_loss, random_noise
 from lowtide.train.kernels import computing
 from lowtide.train.loop import Guard, Interrupt, StepDone, Updater, load_batch, plainly, run_steps
-from lowtide.train.memory import give_back, peak_bytes
+from lowtide.train.memory import give_back, in_words, peak_bytes
 from lowtide.train.metrics import add_metrics, read_metrics, summary_of
 from lowtide.train.plans import (
     TEXT_TOKENS,
@@ -170,7 +170,7 @@ def _train(session: Session, attached: Attached, reporter: Reporter) -> None:
     def after_step(done: StepDone) -> None:
         memory_bytes = peak_bytes(device)
         add_metrics(keys.output, done.step, done.loss, done.seconds, memory_bytes, attached.name)
-        bar.show(done, memory_bytes)
+        bar.show(done, in_words(memory_bytes, device))
         if done.step % keys.checkpoint_step_interval == 0:
             save()
 

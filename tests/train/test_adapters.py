@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.errors import ConfigError
+from lowtide.measure.cards import find_card
+from lowtide.measure.planning import Wish, plan_for
 from lowtide.train.adapters import Everything, Lora, clean_name, lora_weights, set_lora_weights
 from lowtide.train.prepare import Prepared
 
@@ -97,3 +99,9 @@ def test_everything_is_trained_in_float32(prepared: Prepared) -> None:
     trained: list[Tensor] = list(Everything(denoiser).parameters)
     assert len(trained) == len(list(denoiser.model.parameters()))
     assert {parameter.dtype for parameter in trained} == {torch.float32}
+
+
+def test_a_plan_is_for_the_lora_that_is_trained(prepared: Prepared) -> None:
+    trained = sum(weight.numel() for weight in add_lora(prepared).parameters)
+    wish = Wish(str(prepared.config.keys.pipeline), 2**40, find_card("RTX 4090"), rank=4)
+    assert plan_for(wish, fits=False).trained == trained

@@ -10,6 +10,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from lowtide import families
+
 
 class Encoders(ABC):
     """The parts of a pipeline that turn pictures and captions into what is trained on. Needed for the cache only."""
@@ -78,17 +80,22 @@ class Denoiser(ABC):
 class TrainRow:
     """One family that can be trained.
 
-    lora_targets: regular expression over module paths of the model: where LoRA goes. Attention and feed-forward layers.
     text_tokens: longest caption by default. encoder_parts: sub-folders of a pipeline that the cache depends on.
     pipeline_class: name of the class whose pipelines it trains. pixel_multiple: for a pipeline folder, what picture
     sides must be multiples of. open_*: load from a pipeline folder, on a device, in the base's precision.
     """
 
     key: str
-    lora_targets: str
     text_tokens: int
     pipeline_class: str
     encoder_parts: tuple[str, ...]
     pixel_multiple: Callable[[Path], int]
     open_encoders: Callable[[Path, torch.device, torch.dtype, int], Encoders]
     open_denoiser: Callable[[Path, torch.device, torch.dtype], Denoiser]
+
+    @property
+    def lora_targets(self) -> str:
+        """Regular expression over module paths of the model: where a LoRA goes."""
+        targets = families.find(self.key).lora_targets
+        assert targets is not None, f"{self.key} is trained, and its row says nothing of a LoRA"
+        return targets

@@ -148,13 +148,8 @@ def _pixel_multiple(folder: Path) -> int:
     return 2 ** len(read_config(folder / "vae")["block_out_channels"])
 
 
-_BLOCK = r"(single_)?transformer_blocks\.\d+\."
-_ATTENTION = r"attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
-_FEED_FORWARD = r"(ff|ff_context)\.net\.(0\.proj|2)|proj_mlp|proj_out"
-
 ROW = TrainRow(
     key="flux1",
-    lora_targets=f"{_BLOCK}({_ATTENTION}|{_FEED_FORWARD})",
     text_tokens=512,
     pipeline_class=FluxPipeline.__name__,
     encoder_parts=("vae", *_TEXT_PARTS),
