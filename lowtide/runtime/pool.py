@@ -175,8 +175,8 @@ class Pool:
         if not self._warned_before:
             self._warned_before = True
             _log.warning(
-                "offload has nearly as much CPU memory pinned as it takes, %s of this machine's %s: beyond that it goes "
-                "on in ordinary memory, whose copies are slower",
+                "offload has nearly as much CPU memory pinned as it takes, %s of this machine's %s: beyond that it "
+                "goes on in ordinary memory, whose copies are slower",
                 format_bytes(allowed),
                 format_bytes(limit_bytes),
             )
