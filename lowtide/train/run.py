@@ -10,6 +10,7 @@ import torch
 
 import lowtide
 from lowtide.auto.budget import budget_bytes
+from lowtide.controls import CheckpointConfig
 from lowtide.plan.explain import of_few_tokens
 from lowtide.plan.schedule import Schedule
 from lowtide.runtime.link import accelerator_or_simulated
@@ -106,16 +107,21 @@ def _run(prepared: Prepared, planned: Schedule | None, reporter: Reporter) -> di
         state.loss_before = session.fixed_loss()
         _sample(session, BEFORE)
     setting = setting_of(state, config, session.denoiser.model, reporter.say)
-    treated = setting.scope is not None or setting.moves
-    for line in of_few_tokens(session.most_tokens) if treated and prepared.device.type != "cpu" else ():
-        reporter.say(line)
-    give_back(prepared.device)  # what encoders and a sample took is no part of what steps take
+    if prepared.device.type != "cpu":
+        _tell_few_tokens(session, setting, reporter.say)
+        give_back(prepared.device)  # what encoders and a sample took is no part of what steps take
     with told(reporter.say), Attached(session.denoiser.model, config.keys.family, setting) as attached:
         _train(session, attached, reporter)
         blocks = recomputed_blocks(attached.handle.stacks, attached.handle.schedule)
     if state.step < config.keys.max_train_steps:
         return None
     return _finish(session, attached, compare_blocks(blocks, state.receipt))
+
+
+def _tell_few_tokens(session: Session, setting: CheckpointConfig, say: Callable[[str], None]) -> None:
+    if setting.scope is not None or setting.moves:
+        for line in of_few_tokens(session.most_tokens):
+            say(line)
 
 
 def _tell_smaller_batches(prepared: Prepared, say: Callable[[str], None]) -> None:

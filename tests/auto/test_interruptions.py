@@ -15,7 +15,7 @@ from tests.auto.models import STEPS, attached, budget_for, dropping
 from tests.runtime.toys import Chain, assert_equal, step
 
 pytestmark = pytest.mark.usefixtures("offload")
-X = torch.randn(512, 64, generator=torch.Generator().manual_seed(0))
+X = torch.randn(128, 64, generator=torch.Generator().manual_seed(0))
 
 
 def runs_as_planned(handle: AutoHandle, model: Chain) -> bool:
