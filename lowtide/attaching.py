@@ -93,8 +93,10 @@ def _unless_wrapped(
     model: nn.Module, family: str | None, config: CheckpointConfig, schedule: Any
 ) -> tuple[CheckpointConfig, Any]:
     """The same, or nothing to do where torch's wrappers recompute blocks already: two would recompute them twice."""
+    if not any_wrapper(model):
+        return config, schedule
     root, rows = rows_for(model, family)
-    paths = wrapped(root, resolve(root, rows)) if any_wrapper(root) else []
+    paths = wrapped(root, resolve(root, rows))
     if not paths:
         return config, schedule
     _log.info(

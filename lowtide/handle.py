@@ -117,7 +117,7 @@ class Handle(Attachment):
     def _reason(self, record: BlockRecord) -> str | None:
         if not record.forward_calls:
             return NOT_CALLED
-        if record.treatment == KEPT and record.name in self._without_attention and not self._moving[record.name]:
+        if record.treatment == KEPT and record.name in self._without_attention:
             return record.reason or NO_ATTENTION
         return record.reason or (RUNS_LAST if record.name in self._stay else None)
 
@@ -243,7 +243,7 @@ def held_back(stacks: Sequence[ResolvedStack], wanted: Schedule, schedule: Sched
 
 
 def _moving(stacks: Sequence[ResolvedStack], schedule: Schedule) -> tuple[dict[str, frozenset[str]], set[str]]:
-    """What of each block waits in CPU memory, and which blocks have no attention that might."""
+    """What of each block waits in CPU memory, and of which nothing does for want of attention."""
     places = [
         (name, (stack, schedule.stacks[stack.name], index))
         for stack in stacks

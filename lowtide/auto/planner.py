@@ -176,7 +176,6 @@ class Planner:
         samples = list(samples_of(self._known, assignment_of(self._known, schedule), times))
         other_ms = max(0.0, median(one.step_ms for one in probed) - sum(map(sum, times.values())))
         self.costs = corrected(self._known, samples, other_ms, self._known.link)
-        self._trials = Trials(self.costs)
 
     def learn_bytes(self, schedule: Schedule, probed: Probed | None) -> None:
         """Correct bytes by a step that ran under ``sampling``."""

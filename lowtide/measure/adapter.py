@@ -21,13 +21,18 @@ def add_lora(
     dtype: of its weights. targets: regular expression over module paths: on these layers instead. LoRA: Hu et al.,
     arXiv:2106.09685.
     """
-    paths = [name for stack in stacks for path, block in stack.blocks for name in _targets(stack, path, block)]
-    chosen = targets or list(dict.fromkeys(paths))
+    chosen = targets or list(dict.fromkeys(_attention(stacks)))
     config = LoraConfig(r=rank, lora_alpha=rank, init_lora_weights=False, target_modules=chosen)
     inject_adapter_in_model(config, model)
     for weight in model.parameters():
         if weight.requires_grad:
             weight.data = weight.data.to(dtype)
+
+
+def _attention(stacks: Sequence[ResolvedStack]) -> Iterator[str]:
+    for stack in stacks:
+        for path, block in stack.blocks:
+            yield from _targets(stack, path, block)
 
 
 def _targets(stack: ResolvedStack, path: str, block: nn.Module) -> Iterator[str]:

@@ -193,7 +193,7 @@ def _planned(
         treatment = KEPT if bare else schedule.treatments[index]
         moves = tuple(sorted(moving(stack, schedule, index)))
         offload = "+offload" if moves else ""
-        without = treatment == KEPT and lacks_attention(stack, schedule, index) and not moves
+        without = treatment == KEPT and lacks_attention(stack, schedule, index)
         reason = NO_FEED_FORWARD if bare else RUNS_LAST if name in stay else NO_ATTENTION if without else None
         yield PlannedBlock(name, index, treatment + offload, schedule.segments[index], reason, moves)
 

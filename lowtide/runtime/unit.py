@@ -89,8 +89,9 @@ def moving(stack: ResolvedStack, plan: StackSchedule, index: int) -> frozenset[s
 
 
 def lacks_attention(stack: ResolvedStack, plan: StackSchedule, index: int) -> bool:
-    """Whether the plan has this block's attention wait in CPU memory, and it has none."""
-    return ATTENTION in plan.moves[index] and not stack.attention_sides(stack.blocks[index][1])
+    """Whether nothing of this block waits in CPU memory, since its attention is what is to wait and it has none."""
+    without = ATTENTION in plan.moves[index] and not stack.attention_sides(stack.blocks[index][1])
+    return without and not moving(stack, plan, index)
 
 
 def movable(stack: ResolvedStack, block: nn.Module, treatment: str) -> frozenset[str]:
