@@ -2,10 +2,10 @@
 
     python benchmarks/planner.py flux1 synthetic:16x4096 --save results/planner.jsonl
 
-One process a work, in which settings take turns: each is attached, warmed up and timed. Budgets go from just above the
-least that any fixed mode reserves to what the plain run does. Peaks are of allocation, and of what PyTorch reserved,
-from empty caches on. At the end of a work ``auto``'s schedule of each budget and the quickest setting that fits take
-turns once more: of thirty settings one always had luck, and a host has better and worse minutes.
+One process a work: first all other settings, each attached, warmed up and timed, then ``auto`` within one budget after
+another. Budgets go from just above the least that any fixed mode reserves to what the plain run does. Peaks are of
+allocation, and of what PyTorch reserved, from empty caches on. The schedule that ``auto`` settled on and the quickest
+setting that fits then take turns: of thirty settings one always had luck, and a host has better and worse minutes.
 """
 
 import argparse
@@ -206,31 +206,19 @@ def at_random(task: Task, schedules: dict[str, Schedule], options: argparse.Name
 
 
 def in_turns(
-    task: Task,
-    stayed: dict[int, Schedule],
-    schedules: dict[str, Schedule],
-    lines: list[dict[str, Any]],
-    options: argparse.Namespace,
-) -> Iterator[dict[str, Any]]:
-    """The schedule that stayed within each budget beside the quickest setting that fits: medians over all turns.
-
-    schedules: those drawn at random. lines: of all settings but ``auto``.
-    """
-    for budget, schedule in stayed.items():
-        best = quickest(lines, budget)
-        if best is None:
-            continue
-        name = best["setting"]
-        other = {"schedule": schedules[name]} if name in schedules else dict(ATTACHED.get(name, {}))
-        sides = {"auto": {"schedule": schedule}, "other": other}
-        times: dict[str, list[float]] = {side: [] for side in sides}
-        for side in [*sides] * TURNS:
-            clear(options.device)
-            with lowtide.attach(task.model, **sides[side], **options.more) if sides[side] else nullcontext():
-                found = measure(task, options.device, options.warm_up, max(TURN_STEPS, options.steps))
-                times[side] += found["step_times_s"]
-        medians = {f"{side}_step_s": statistics.median(taken) for side, taken in times.items()}
-        yield {"setting": IN_TURNS, "budget_bytes": budget, "beside": name, **medians, "times_s": times}
+    task: Task, stayed: Schedule, name: str, schedules: dict[str, Schedule], options: argparse.Namespace
+) -> dict[str, Any]:
+    """The schedule that stayed beside another setting: medians over all turns. schedules: those drawn at random."""
+    other = {"schedule": schedules[name]} if name in schedules else dict(ATTACHED.get(name, {}))
+    sides = {"auto": {"schedule": stayed}, "other": other}
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    for side in [*sides] * TURNS:
+        clear(options.device)
+        with lowtide.attach(task.model, **sides[side], **options.more) if sides[side] else nullcontext():
+            found = measure(task, options.device, options.warm_up, max(TURN_STEPS, options.steps))
+            times[side] += found["step_times_s"]
+    medians = {f"{side}_step_s": statistics.median(taken) for side, taken in times.items()}
+    return {"setting": IN_TURNS, "beside": name, **medians, "times_s": times}
 
 
 def budgets(lines: list[dict[str, Any]], count: int) -> list[int]:
@@ -302,20 +290,19 @@ def main() -> None:
                 around.enter_context(pinned_once())
             task = build(condition_of(work, options.size, sizes), options.device)
             print(f"{work}:")
+            schedules = drawn(task, options.random)
             with pinned_once():
                 lines = [keep(line) for line in fixed(task, options)]
+                lines += [keep(line) for line in at_random(task, schedules, options)]
             keep(kept(task, options))
             wanted = budgets(lines, options.budgets) if options.device == "cuda" else [2**30] * options.budgets
-            stayed: dict[int, Schedule] = {}
             for budget in wanted:
-                line, schedule = chosen(task, budget, options)
+                line, stayed = chosen(task, budget, options)
                 keep(line)
-                stayed |= {} if schedule is None else {budget: schedule}
-            with pinned_once():
-                schedules = drawn(task, options.random)
-                lines += [keep(line) for line in at_random(task, schedules, options)]
-                for line in in_turns(task, stayed, schedules, lines, options):
-                    keep(line)
+                best = quickest(lines, budget)
+                if stayed is not None and best is not None:
+                    with pinned_once():
+                        keep(in_turns(task, stayed, best["setting"], schedules, options) | {"budget_bytes": budget})
         del task
         clear(options.device)
 
