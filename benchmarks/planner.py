@@ -49,9 +49,8 @@ ALLOCATOR = ("num_alloc_retries", "num_device_alloc", "num_device_free")
 """What PyTorch's allocator counts: caches given back for want of memory, and calls of the driver."""
 ENOUGH_S = 1.5
 """Of timed steps: no further one is begun after two."""
-TURNS, TURN_STEPS = 4, 2
-"""Turns of each side, and timed steps of each turn at least: hosts drift, so many short turns say more than few long
-ones."""
+TURN_STEPS = 2
+"""Timed steps of each turn at least: hosts drift, so many short turns say more than few long ones."""
 WORDS = (
     "kept", "kept+attention", "kept+saved", "ffn", "ffn+boundary", "ffn+boundary+attention", "selective",
     "selective+boundary+attention", "whole", "whole+boundary",
@@ -212,7 +211,7 @@ def in_turns(
     other = {"schedule": schedules[name]} if name in schedules else dict(ATTACHED.get(name, {}))
     sides = {"auto": {"schedule": stayed}, "other": other}
     times: dict[str, list[float]] = {side: [] for side in sides}
-    for side in [*sides] * TURNS:
+    for side in [*sides] * options.turns:
         clear(options.device)
         with lowtide.attach(task.model, **sides[side], **options.more) if sides[side] else nullcontext():
             found = measure(task, options.device, options.warm_up, max(TURN_STEPS, options.steps))
@@ -262,6 +261,7 @@ def main() -> None:
     parser.add_argument("--random", type=int, default=20, metavar="N", help="random schedules to compare with")
     parser.add_argument("--warm-up", type=int, default=2, metavar="N", help="steps of each setting before that")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="timed steps of each setting")
+    parser.add_argument("--turns", type=int, default=4, metavar="N", help="of auto and of the quickest that fits")
     parser.add_argument(
         "--pinned-once", action="store_true", help="also for auto, which then settles sooner than elsewhere"
     )

@@ -39,9 +39,10 @@ from lowtide.units import format_bytes
 
 _CAUTION = 0.14
 """Of the room for activations, left free as long as nothing is measured: forecasts of peaks err by some percent."""
-_MARGIN, _FIRST_MARGIN, _LEAST_MARGIN_BYTES = 0.02, 0.04, 96 * 2**20
-"""Left free for pieces that fit nothing, and for errors: a share of the room for activations, and at least so much.
-More where nothing like a schedule has run."""
+_MARGIN, _LEAST_MARGIN_BYTES = 0.04, 96 * 2**20
+_LIKE_MARGIN, _LEAST_LIKE_MARGIN_BYTES = 0.01, 48 * 2**20
+"""Left free for errors, and for pages that are partly in use: a share of the room for activations, and at least so
+much. Less where plans like it have run."""
 _STEP_DOWN = 0.1
 """By how much less the activations take after a step that ran out of memory."""
 _MOST_SPARE, _MOST_SPARE_BYTES = 0.06, 512 * 2**20
@@ -54,7 +55,8 @@ _ON_CPU = "RTX 4090"  # there, figures of some card stand in until steps are mea
 class Planner:
     """The costs of one model's step. rows: of its stacks. can_move: whether there is where to offload to.
 
-    card: the device's figures, once they are asked for. spare_bytes: what PyTorch reserves beyond what tensors take.
+    card: the device's figures, once they are asked for. spare_bytes: what PyTorch reserves beyond what tensors take,
+    the most of all steps; tried_spare_bytes: of those under plans that were made from measured times.
     ceiling_bytes: what a plan may take since a step ran out of memory; None: none has.
     """
 
@@ -67,6 +69,7 @@ class Planner:
     costs: StepCosts | None = None
     card: Card | None = None
     spare_bytes: int = 0
+    tried_spare_bytes: int | None = None
     ceiling_bytes: int | None = None
     _lying: Lying | None = None
     _now_bytes: int = 0
@@ -75,6 +78,7 @@ class Planner:
     _error_bytes: int = 0
     _corrected: Schedule | None = None
     _trials: Trials | None = None
+    _timed: bool = False  # treatments have been
     _gradients: Mapping[str, int] = field(default_factory=dict)  # of one block, by kind
     _begins_without: bool = False  # gradients, the step at hand
     _began_without: bool = False
@@ -104,6 +108,7 @@ class Planner:
         self._gradients = block_gradients(self.model, stacks, self.costs.stacks)
         self.costs = self.costs.with_gradients(self._late_gradients)
         self._error_bytes, self._corrected, self._trials = 0, None, None
+        self._timed, self.tried_spare_bytes = False, None
 
     def begin_step(self) -> None:
         """Before each further step that is planned or watched: see what lies on the device by now."""
@@ -144,11 +149,12 @@ class Planner:
             except ConfigError as error:
                 told = "Raise vram_budget, or take a smaller batch or picture, fewer frames, a lower rank"
                 raise ConfigError(f"{error}. {told}.") from error
-        return solve(costs, self._most_bytes(costs, _MARGIN if like else _FIRST_MARGIN))
+        return solve(costs, self._most_like_bytes(costs) if like else self._most_bytes(costs))
 
     def fixed_plans(self) -> list[Plan]:
         """The fixed settings that fit; the quickest by what is known first."""
-        return fixed_plans(self._known, self._most_bytes(self._known, _FIRST_MARGIN))
+        spare_bytes = self._tried_spare_bytes
+        return fixed_plans(self._known, self._left_bytes(self._known, spare_bytes, _MARGIN, _LEAST_MARGIN_BYTES))
 
     def as_it_ran(self, plan: Plan) -> Plan:
         """The plan of the last step, with what is known of it by now."""
@@ -176,6 +182,7 @@ class Planner:
         samples = list(samples_of(self._known, assignment_of(self._known, schedule), times))
         other_ms = max(0.0, median(one.step_ms for one in probed) - sum(map(sum, times.values())))
         self.costs = corrected(self._known, samples, other_ms, self._known.link)
+        self._timed = True
 
     def learn_bytes(self, schedule: Schedule, probed: Probed | None) -> None:
         """Correct bytes by a step that ran under ``sampling``."""
@@ -213,7 +220,10 @@ class Planner:
             share = min(1.0, max(0.0, 1 + self._error_bytes / highest.in_flight_bytes))
             self.costs = replace(self._known, in_flight_share=share, in_flight_known_bytes=highest.in_flight_bytes)
         most_bytes = max(_MOST_SPARE_BYTES, int(_MOST_SPARE * self.budget_bytes))
-        self.spare_bytes = min(most_bytes, max(self.spare_bytes, probed.reserved_bytes - probed.peak_bytes))
+        spare_bytes = min(most_bytes, probed.reserved_bytes - probed.peak_bytes)
+        self.spare_bytes = max(self.spare_bytes, spare_bytes)
+        if self._timed:
+            self.tried_spare_bytes = max(self.tried_spare_bytes or 0, spare_bytes)
         self._settle()
 
     def _as_the_step_began(self, costs: StepCosts) -> StepCosts:
@@ -262,11 +272,22 @@ class Planner:
         allowed_bytes = within_pages(self.device, self.budget_bytes)
         return min(allowed_bytes, max(self._most_bytes(costs, _CAUTION), smallest_peak(costs).peak_bytes))
 
-    def _most_bytes(self, costs: StepCosts, share: float) -> int:
+    def _most_bytes(self, costs: StepCosts, share: float = _MARGIN) -> int:
         """What a plan may take. share: of the room for activations, that is left free."""
+        return self._left_bytes(costs, self.spare_bytes, share, _LEAST_MARGIN_BYTES)
+
+    def _most_like_bytes(self, costs: StepCosts) -> int:
+        """What a plan may take that is like those that were tried."""
+        return self._left_bytes(costs, self._tried_spare_bytes, _LIKE_MARGIN, _LEAST_LIKE_MARGIN_BYTES)
+
+    @property
+    def _tried_spare_bytes(self) -> int:
+        return self.spare_bytes if self.tried_spare_bytes is None else self.tried_spare_bytes
+
+    def _left_bytes(self, costs: StepCosts, spare_bytes: int, share: float, least_bytes: int) -> int:
         room_bytes = max(0, self.budget_bytes - costs.resident_bytes)
-        least_bytes = _LEAST_MARGIN_BYTES if self.device.type == "cuda" else 0  # pages that are partly in use
-        most_bytes = self.budget_bytes - self.spare_bytes - max(least_bytes, int(share * room_bytes))
+        pages_bytes = least_bytes if self.device.type == "cuda" else 0
+        most_bytes = self.budget_bytes - spare_bytes - max(pages_bytes, int(share * room_bytes))
         return most_bytes if self.ceiling_bytes is None else min(most_bytes, self.ceiling_bytes)
 
     def _traced(self, stacks: Sequence[ResolvedStack], inputs: Mapping[str, Any], resident_bytes: int) -> StepCosts:
