@@ -31,6 +31,7 @@ from lowtide.cli.options import Sizes, sizes_of
 from lowtide.cli.output import say, show, working
 from lowtide.errors import ConfigError
 from lowtide.keys import AUTO
+from lowtide.signals import handled
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -140,22 +141,13 @@ def _swept(cells: "Iterable[Condition]", out: Path, warm_up: int, steps: int, ag
         machine, device, device=device
     )  # this process must not touch the accelerator: cells need all of it
     effort = Effort(warm_up, steps)
-    with _told() as tell, _killed_politely():
+    # ``kill``, or a scheduler's end of time, is as Ctrl-C: the cell that runs ends with this process
+    with _told() as tell, handled(signal.default_int_handler, signal.SIGTERM):
         try:
             return sweep(wanted, lambda cell: run_apart(cell, effort, device, facts), out, facts["card"], tell, again)
         except KeyboardInterrupt:
             say("Stopped. What was measured is written; run the same command again: it goes on from there.")
             raise typer.Exit(_INTERRUPTED) from None
-
-
-@contextmanager
-def _killed_politely() -> "Iterator[None]":
-    """``kill``, or a scheduler's end of time, is as Ctrl-C: the cell that runs ends with this process."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

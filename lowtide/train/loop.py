@@ -2,7 +2,6 @@
 
 import functools
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from diffusers.optimization import get_scheduler
 from torch import nn
 
 from lowtide.errors import LowtideError
+from lowtide.signals import handled
 from lowtide.train.cache import Cached
 from lowtide.train.config import TrainKeys
 from lowtide.train.dataset import batches
@@ -45,15 +45,8 @@ class Interrupt:
 
     @contextmanager
     def listen(self) -> Iterator["Interrupt"]:
-        if threading.current_thread() is not threading.main_thread():
+        with handled(self._ask, signal.SIGINT, signal.SIGTERM):
             yield self
-            return
-        before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.asked = True

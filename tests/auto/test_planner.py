@@ -139,6 +139,38 @@ def test_the_largest_error_of_a_schedule_counts_and_another_one_begins_anew() ->
     assert planner.spare_bytes == 7
 
 
+def test_plans_like_those_that_ran_leave_less_free() -> None:
+    measured = Measured("sd3_medium")
+    planner = measured.planner
+    planner.budget_bytes = solve(measured.costs, 2**40).prediction.peak_bytes
+
+    def left_free() -> tuple[int, int, int]:
+        plans = planner.plan(), planner.fixed_plans()[0], planner.plan(like=True)
+        first, fixed, like = (planner.budget_bytes - plan.budget_bytes for plan in plans)
+        return first, fixed, like
+
+    def reserve(spare_bytes: int) -> None:
+        peak_bytes = planner.plan(like=True).prediction.peak_bytes
+        planner.learn_peak(sample, Probed({}, {}, 1.0, peak_bytes, peak_bytes + spare_bytes))
+
+    sample = planner.sampling()
+    assert sample is not None
+    room_bytes = planner.budget_bytes - measured.costs.resident_bytes
+    first, fixed, like = left_free()
+    assert first == fixed > like > 0
+    assert like == room_bytes // 100
+    planner.learn_times(sample, [measured.probed(sample)])
+    reserve(500)
+    planner.forecast((), measured.inputs)  # begins anew: nothing like it has run
+    reserve(300)
+    assert (planner.spare_bytes, planner.tried_spare_bytes) == (500, None)
+    planner.learn_times(sample, [measured.probed(sample)])
+    reserve(200)
+    reserve(100)
+    assert (planner.spare_bytes, planner.tried_spare_bytes) == (500, 200)
+    assert left_free()[0] - left_free()[1] == 300
+
+
 def test_a_plan_that_ran_says_what_was_measured() -> None:
     measured = Measured("sd3_medium", can_move=True)
     planner = measured.planner

@@ -1,8 +1,5 @@
 """``lowtide bench synthetic`` and ``family``, in tiny sizes: lines, what is skipped, words and exit codes."""
 
-import os
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,7 @@ from typer.testing import CliRunner
 from lowtide.bench.modes import MODES
 from lowtide.bench.record import Record, read
 from lowtide.cli.app import app
-from lowtide.cli.bench import _killed_politely, mode_names
+from lowtide.cli.bench import mode_names
 
 TINY = ("--size", "tiny", "--warm-up", "1", "--steps", "2")
 
@@ -166,11 +163,3 @@ def test_out_is_needed(bench: Callable[..., Any]) -> None:
     result = bench("family", "sd3", *TINY)
     assert result.exit_code == 2
     assert "--out" in result.stderr
-
-
-def test_a_polite_kill_is_as_ctrl_c() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), _killed_politely():
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(5)
-    assert signal.getsignal(signal.SIGTERM) == before
