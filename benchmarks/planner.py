@@ -24,6 +24,7 @@ from pinned_cache import pinned_once
 from planner_table import IN_TURNS, KEPT_BYTES, kept_totals, quickest
 
 import lowtide
+from lowtide.auto.budget import Limit
 from lowtide.auto.handle import AutoHandle
 from lowtide.auto.planner import Planner
 from lowtide.bench.attention import kernels
@@ -43,12 +44,13 @@ from lowtide.testing import cpu_offload
 from lowtide.train.progress import told
 from lowtide.units import format_bytes
 
-MOST_STEPS = 44
+MOST_STEPS = 60
 """Within which ``auto`` has to settle."""
 ALLOCATOR = ("num_alloc_retries", "num_device_alloc", "num_device_free")
 """What PyTorch's allocator counts: caches given back for want of memory, and calls of the driver."""
 ENOUGH_S = 1.5
 """Of timed steps: no further one is begun after two."""
+NO_LIMIT = 2**60
 TURN_STEPS = 2
 """Timed steps of each turn at least: hosts drift, so many short turns say more than few long ones."""
 WORDS = (
@@ -205,19 +207,24 @@ def at_random(task: Task, schedules: dict[str, Schedule], options: argparse.Name
 
 
 def in_turns(
-    task: Task, stayed: Schedule, name: str, schedules: dict[str, Schedule], options: argparse.Namespace
+    task: Task, stayed: Schedule, budget: int, name: str, schedules: dict[str, Schedule], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """The schedule that stayed beside another setting: medians over all turns. schedules: those drawn at random."""
+    """The schedule that stayed, held to its budget as ``auto`` holds it, beside another setting: medians of all turns.
+
+    schedules: those drawn at random.
+    """
     other = {"schedule": schedules[name]} if name in schedules else dict(ATTACHED.get(name, {}))
     sides = {"auto": {"schedule": stayed}, "other": other}
     times: dict[str, list[float]] = {side: [] for side in sides}
     for side in [*sides] * options.turns:
         clear(options.device)
         with lowtide.attach(task.model, **sides[side], **options.more) if sides[side] else nullcontext():
+            limit = Limit(task.trained[0].device, budget if side == "auto" else NO_LIMIT)
             found = measure(task, options.device, options.warm_up, max(TURN_STEPS, options.steps))
             times[side] += found["step_times_s"]
+            limit.lift()
     medians = {f"{side}_step_s": statistics.median(taken) for side, taken in times.items()}
-    return {"setting": IN_TURNS, "beside": name, **medians, "times_s": times}
+    return {"setting": IN_TURNS, "budget_bytes": budget, "beside": name, **medians, "times_s": times}
 
 
 def budgets(lines: list[dict[str, Any]], count: int) -> list[int]:
@@ -257,6 +264,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("works", nargs="+", metavar="WORK", help="a family, or synthetic:BLOCKSxTOKENS")
     parser.add_argument("--budgets", type=int, default=5, metavar="N")
+    parser.add_argument("--only", type=int, nargs="*", metavar="PLACE", help="of these budgets; the lowest is 0")
     parser.add_argument("--fixed", nargs="*", choices=(NONE, *ATTACHED), metavar="MODE", help="default: all")
     parser.add_argument("--random", type=int, default=20, metavar="N", help="random schedules to compare with")
     parser.add_argument("--warm-up", type=int, default=2, metavar="N", help="steps of each setting before that")
@@ -296,13 +304,13 @@ def main() -> None:
                 lines += [keep(line) for line in at_random(task, schedules, options)]
             keep(kept(task, options))
             wanted = budgets(lines, options.budgets) if options.device == "cuda" else [2**30] * options.budgets
-            for budget in wanted:
+            for budget in wanted if options.only is None else map(wanted.__getitem__, options.only):
                 line, stayed = chosen(task, budget, options)
                 keep(line)
                 best = quickest(lines, budget)
                 if stayed is not None and best is not None:
                     with pinned_once():
-                        keep(in_turns(task, stayed, best["setting"], schedules, options) | {"budget_bytes": budget})
+                        keep(in_turns(task, stayed, budget, best["setting"], schedules, options))
         del task
         clear(options.device)
 

@@ -10,7 +10,7 @@ from lowtide.measure.device import available_bytes, budget_within
 
 _SETTERS = ("_accelerator_setAllocatorSettings", "_cuda_cudaCachingAllocator_set_allocator_settings")
 """Of newer versions of torch, and of older ones. There is no public name."""
-_PAGE_BYTES = 20 * 2**20
+PAGE_BYTES = 20 * 2**20
 """Of an expandable segment. PyTorch compares what is asked for with the limit, and then takes whole pages."""
 _CHOSEN = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
@@ -34,7 +34,7 @@ _before: dict[torch.device, float] = {}  # what each device was held to before t
 
 def within_pages(device: torch.device, size_bytes: int) -> int:
     """How much may be asked for in all, so that no more than ``size_bytes`` is taken."""
-    return max(0, size_bytes - _PAGE_BYTES) if device.type == "cuda" else size_bytes
+    return max(0, size_bytes - PAGE_BYTES) if device.type == "cuda" else size_bytes
 
 
 class Limit:

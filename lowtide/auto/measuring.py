@@ -6,7 +6,8 @@ Every step is a training step with the gradients of a plain run. They run under
 2. a schedule that has each treatment on some blocks, four times, of which the last three are timed;
 3. the plan from measured times, the plan from what that one then took, and the same two of plans that move nothing, a
    few steps each. The first plan once more, and the two best of the fixed settings, if they are not far behind by those
-   times; and the plan from what all of these took. What was quickest stays.
+   times; and the plan from what all of these took. What was quickest stays, unless the allocator has to make room for
+   it in every step.
 
 Where the plain run fits, it stays with that, and measures nothing but its peak.
 """
@@ -16,7 +17,7 @@ import logging
 import math
 import statistics
 from collections.abc import Generator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from lowtide.auto.planner import Planner, in_short
@@ -42,8 +43,21 @@ any schedule counts bytes, which takes time of its own."""
 _NOT_FAR = 0.15
 """Of the quickest step's time, by which a plan may be slower by prediction and still be tried: treatments seemed slower
 by as much when they were measured on single blocks."""
+_CROWDED = 2
+"""Of the steps that are timed, so many in which the allocator gave back what it had cached: those to come would, too,
+and each waits for the device then."""
 _WORTH = 0.01
 """Of the time of a step, that copies have to save to be worth it: what else uses the link or the host may change."""
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A plan as it ran. step_ms: infinite where no step was complete. reserved_bytes: the most; 0: not known."""
+
+    plan: Plan
+    step_ms: float
+    reserved_bytes: int
+    retried: int  # steps, of those that were timed
 
 
 class Attached(Protocol):
@@ -74,7 +88,7 @@ def measuring(planner: Planner, attached: Attached) -> Steps:
     for _ in range(_TIMED):
         timed.append((yield False))
     planner.learn_times(sample, [probed for probed in timed if probed is not None])
-    tried: list[tuple[float, Plan]] = []
+    tried: list[_Tried] = []
     for moving, like in itertools.product((True, False), (False, True)):
         yield from _try_new(planner, attached, _candidate(planner, moving, like), _TRIED[moving], tried)
     if _may_be_quicker(planner, plan, tried):
@@ -84,16 +98,30 @@ def measuring(planner: Planner, attached: Attached) -> Steps:
         fixed = next((made for made in planner.fixed_plans() if _may_be_quicker(planner, made, tried)), None)
         yield from _try_new(planner, attached, fixed, _FIXED, tried)
     yield from _try_new(planner, attached, _candidate(planner, like=True), _LAST, tried)
-    _take(planner, attached, min(tried, key=_quickest, default=(math.inf, plan))[1], "from now on", settled=True)
+    while len(tried) > 1 and (yield from _is_crowded(planner, attached, min(tried, key=_quickest))):
+        tried.remove(min(tried, key=_quickest))
+    stays = min(tried, key=_quickest).plan if tried else plan
+    _take(planner, attached, stays, "from now on", settled=True)
 
 
 def _try_new(
-    planner: Planner, attached: Attached, plan: Plan | None, why: str, tried: list[tuple[float, Plan]]
+    planner: Planner, attached: Attached, plan: Plan | None, why: str, tried: list[_Tried]
 ) -> Generator[bool, Probed | None]:
     """Unless its schedule has been tried."""
-    if plan is not None and all(plan.schedule != other.schedule for _, other in tried):
-        step_ms = yield from _try(planner, _take(planner, attached, plan, why))
-        tried.append((step_ms, planner.as_it_ran(plan)))
+    if plan is not None and all(plan.schedule != other.plan.schedule for other in tried):
+        tried.append((yield from _try(planner, _take(planner, attached, plan, why))))
+
+
+def _is_crowded(planner: Planner, attached: Attached, best: _Tried) -> Generator[bool, Probed | None, bool]:
+    """Whether there is so little room left that the allocator gives back what it has cached in most steps. What was
+    nowhere near the limit is not run again: pieces that fit nothing differ little from one time to the next."""
+    if not planner.near_the_limit(best.reserved_bytes):
+        return False
+    again = yield from _try(planner, _take(planner, attached, best.plan, "once more, as little room is left"))
+    if again.retried < _CROWDED:
+        return False
+    _log.info("auto: PyTorch gave cached memory back in %d of %d steps, so it does not stay", again.retried, _TIMED)
+    return True
 
 
 def _candidate(planner: Planner, moving: bool = True, like: bool = False) -> Plan | None:
@@ -104,36 +132,36 @@ def _candidate(planner: Planner, moving: bool = True, like: bool = False) -> Pla
         return None
 
 
-def _may_be_quicker(planner: Planner, plan: Plan, tried: list[tuple[float, Plan]]) -> bool:
+def _may_be_quicker(planner: Planner, plan: Plan, tried: list[_Tried]) -> bool:
     """Whether a plan is another one than those, and by what is known now not far behind."""
-    if any(plan.schedule == other.schedule for _, other in tried):
+    if any(plan.schedule == other.plan.schedule for other in tried):
         return False
-    quickest_ms = min((step_ms for step_ms, _ in tried), default=math.inf)
+    quickest_ms = min((other.step_ms for other in tried), default=math.inf)
     return planner.as_it_ran(plan).prediction.step_ms <= (1 + _NOT_FAR) * quickest_ms
 
 
-def _try(planner: Planner, plan: Plan) -> Generator[bool, Probed | None, float]:
-    """Milliseconds of a step under a plan that is attached, the median of a few; infinite if none was complete."""
+def _try(planner: Planner, plan: Plan) -> Generator[bool, Probed | None, _Tried]:
+    """Some steps under a plan that is attached. What they take is the median."""
     planner.learn_peak(plan.schedule, (yield False))
-    times_ms, most_bytes = [], 0
+    seen = []
     for _ in range(_TIMED):
-        seen = yield False
-        planner.learn_peak(plan.schedule, seen)
-        if seen is not None:
-            times_ms.append(seen.step_ms)
-            most_bytes = max(most_bytes, seen.peak_bytes or 0)
-    if not times_ms:
-        return math.inf
-    step_ms = statistics.median(times_ms)  # the quickest would favour whatever was lucky once
+        probed = yield False
+        planner.learn_peak(plan.schedule, probed)
+        if probed is not None:
+            seen.append(probed)
+    if not seen:
+        return _Tried(planner.as_it_ran(plan), math.inf, 0, 0)
+    step_ms = statistics.median(probed.step_ms for probed in seen)  # the quickest would favour what was lucky once
+    most_bytes = max(probed.peak_bytes or 0 for probed in seen)
     peak = f" and {format_bytes(most_bytes)}" if most_bytes else ""
     _log.info("auto: a step takes %.0f ms%s (predicted: %.0f ms)", step_ms, peak, plan.prediction.step_ms)
     planner.learn_step(plan, step_ms)
-    return step_ms
+    reserved_bytes = max(probed.reserved_bytes or 0 for probed in seen)
+    return _Tried(planner.as_it_ran(plan), step_ms, reserved_bytes, sum(probed.retries > 0 for probed in seen))
 
 
-def _quickest(tried: tuple[float, Plan]) -> float:
-    step_ms, plan = tried
-    return step_ms * (1 + _WORTH * plan.schedule.moves_anything)
+def _quickest(tried: _Tried) -> float:
+    return tried.step_ms * (1 + _WORTH * tried.plan.schedule.moves_anything)
 
 
 def _take(planner: Planner, attached: Attached, plan: Plan, why: str, settled: bool = False) -> Plan:

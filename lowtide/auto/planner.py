@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch import nn
 
-from lowtide.auto.budget import within_pages
+from lowtide.auto.budget import PAGE_BYTES, within_pages
 from lowtide.auto.lying import Lying
 from lowtide.errors import ConfigError
 from lowtide.families.row import Stack
@@ -40,7 +40,7 @@ from lowtide.units import format_bytes
 _CAUTION = 0.14
 """Of the room for activations, left free as long as nothing is measured: forecasts of peaks err by some percent."""
 _MARGIN, _LEAST_MARGIN_BYTES = 0.04, 96 * 2**20
-_LIKE_MARGIN, _LEAST_LIKE_MARGIN_BYTES = 0.01, 48 * 2**20
+_LIKE_MARGIN, _LEAST_LIKE_MARGIN_BYTES = 0.01, 2 * PAGE_BYTES
 """Left free for errors, and for pages that are partly in use: a share of the room for activations, and at least so
 much. Less where plans like it have run."""
 _STEP_DOWN = 0.1
@@ -79,6 +79,7 @@ class Planner:
     _corrected: Schedule | None = None
     _trials: Trials | None = None
     _timed: bool = False  # treatments have been
+    _peaks: list[tuple[Schedule, int]] = field(default_factory=list)  # measured since then
     _gradients: Mapping[str, int] = field(default_factory=dict)  # of one block, by kind
     _begins_without: bool = False  # gradients, the step at hand
     _began_without: bool = False
@@ -108,7 +109,7 @@ class Planner:
         self._gradients = block_gradients(self.model, stacks, self.costs.stacks)
         self.costs = self.costs.with_gradients(self._late_gradients)
         self._error_bytes, self._corrected, self._trials = 0, None, None
-        self._timed, self.tried_spare_bytes = False, None
+        self._timed, self.tried_spare_bytes, self._peaks = False, None, []
 
     def begin_step(self) -> None:
         """Before each further step that is planned or watched: see what lies on the device by now."""
@@ -224,6 +225,7 @@ class Planner:
         self.spare_bytes = max(self.spare_bytes, spare_bytes)
         if self._timed:
             self.tried_spare_bytes = max(self.tried_spare_bytes or 0, spare_bytes)
+            self._peaks.append((schedule, probed.peak_bytes))
         self._settle()
 
     def _as_the_step_began(self, costs: StepCosts) -> StepCosts:
@@ -277,8 +279,18 @@ class Planner:
         return self._left_bytes(costs, self.spare_bytes, share, _LEAST_MARGIN_BYTES)
 
     def _most_like_bytes(self, costs: StepCosts) -> int:
-        """What a plan may take that is like those that were tried."""
-        return self._left_bytes(costs, self._tried_spare_bytes, _LIKE_MARGIN, _LEAST_LIKE_MARGIN_BYTES)
+        """What a plan may take that is like those that were tried, and takes as much less than predicted as all those
+        did."""
+        most_bytes = self._left_bytes(costs, self._tried_spare_bytes, _LIKE_MARGIN, _LEAST_LIKE_MARGIN_BYTES)
+        less_bytes = min((self._predicted_bytes(made) - peak_bytes for made, peak_bytes in self._peaks), default=0)
+        return most_bytes + max(0, less_bytes)
+
+    def _predicted_bytes(self, schedule: Schedule) -> int:
+        return predict_step(self._known, assignment_of(self._known, schedule)).peak_bytes
+
+    def near_the_limit(self, reserved_bytes: int) -> bool:
+        """Whether a little more in pieces that fit nothing would exceed the budget."""
+        return reserved_bytes > within_pages(self.device, self.budget_bytes) - 2 * PAGE_BYTES
 
     @property
     def _tried_spare_bytes(self) -> int:

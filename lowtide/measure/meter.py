@@ -6,8 +6,9 @@ import torch
 
 
 class Meter(Protocol):
-    """Bytes that the allocator has given out. ``peak`` is the most since ``reset``; ``failures`` how often it had none
-    left, since the process began."""
+    """Bytes that the allocator has given out. ``peak`` is the most since ``reset``. Since the process began:
+    ``failures``, how often it had none left, and ``retries``, how often it gave back what it had cached to have some.
+    """
 
     def allocated(self) -> int: ...
 
@@ -16,6 +17,8 @@ class Meter(Protocol):
     def reserved_peak(self) -> int: ...
 
     def failures(self) -> int: ...
+
+    def retries(self) -> int: ...
 
     def reset(self) -> None: ...
 
@@ -36,10 +39,16 @@ class CudaMeter:
         return torch.cuda.max_memory_reserved(self._device)
 
     def failures(self) -> int:
-        return torch.cuda.memory_stats_as_nested_dict(self._device).get("num_ooms", 0)
+        return self._count("num_ooms")
+
+    def retries(self) -> int:
+        return self._count("num_alloc_retries")
 
     def reset(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
+
+    def _count(self, name: str) -> int:
+        return torch.cuda.memory_stats_as_nested_dict(self._device).get(name, 0)
 
 
 def meter_of(device: torch.device) -> Meter | None:

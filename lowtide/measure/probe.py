@@ -47,7 +47,8 @@ class Probed:
     """One step. times, memory: by stack and index. step_ms: from the first block's forward to the end of backward.
 
     peak_bytes, reserved_bytes: the most that the allocator had given out, and taken, over the blocks. Without a meter
-    there is no memory, and the two are None.
+    there is no memory, and the two are None. retries: how often the allocator gave back what it had cached, until the
+    next step.
     """
 
     times: Mapping[Block, BlockTime]
@@ -55,6 +56,7 @@ class Probed:
     step_ms: float
     peak_bytes: int | None
     reserved_bytes: int | None
+    retries: int = 0
 
 
 @dataclass
@@ -81,6 +83,7 @@ class _Peak:
 
     peak_bytes: int = 0
     reserved_bytes: int = 0
+    retries_before: int = 0
 
 
 @dataclass
@@ -111,6 +114,7 @@ class StepProbe:
         self._mark = _marks_of(self.device)
         if self.meter is not None:
             self.meter.reset()
+            self._whole.retries_before = self.meter.retries()
         blocks = [(name, block) for stack in self.stacks for name, block in stack.blocks]
         self._names = {
             id(block): (stack.name, index) for stack in self.stacks for index, (_, block) in enumerate(stack.blocks)
@@ -131,7 +135,8 @@ class StepProbe:
         if self.meter is None:
             return Probed(times, {}, step_ms, None, None)
         memory = dict(self._memory()) if self.each else {}
-        return Probed(times, memory, step_ms, self._whole.peak_bytes, self._whole.reserved_bytes)
+        retries = self.meter.retries() - self._whole.retries_before
+        return Probed(times, memory, step_ms, self._whole.peak_bytes, self._whole.reserved_bytes, retries)
 
     def _times(self) -> Iterator[tuple[Block, BlockTime]]:
         ends = [self._seen[name].backward for name in self._order[1:]] + [self._end]

@@ -12,16 +12,22 @@ from lowtide.measure.build import build_model
 from lowtide.measure.inputs import build_inputs
 from lowtide.measure.probe import Probed
 from lowtide.plan.answer import Plan
+from lowtide.plan.assignment import assignment_of
 from lowtide.plan.costs import MEASURED
+from lowtide.plan.predict_step import predict_step
 from lowtide.plan.schedule import Schedule
 from lowtide.plan.solve import smallest_peak, solve
 
 
 class Scripted:
-    """A model on which each schedule takes what ``time_ms`` says."""
+    """A model on which each schedule takes what ``time_ms`` says. is_crowded: under which schedules the allocator gives
+    back what it has cached; None: there is no memory to be seen."""
 
-    def __init__(self, time_ms: Callable[[Schedule], float]) -> None:
+    def __init__(
+        self, time_ms: Callable[[Schedule], float], is_crowded: Callable[[Schedule], bool] | None = None
+    ) -> None:
         self.time_ms = time_ms
+        self.is_crowded = is_crowded
         self.ran: list[Schedule] = []
         self.stays: Plan | None = None
 
@@ -37,14 +43,28 @@ class Scripted:
         try:
             next(steps)
             while True:
-                steps.send(Probed({}, {}, self.time_ms(self.ran[-1]), None, None))
+                seen = self.seen(planner, self.ran[-1])
+                planner.begin_step()
+                steps.send(seen)
         except StopIteration:
             assert self.stays is not None
             return self.stays
 
+    def seen(self, planner: Planner, schedule: Schedule) -> Probed:
+        if self.is_crowded is None:
+            return Probed({}, {}, self.time_ms(schedule), None, None)
+        assert planner.costs is not None
+        peak_bytes = predict_step(planner.costs, assignment_of(planner.costs, schedule)).peak_bytes
+        retries = int(self.is_crowded(schedule))
+        return Probed({}, {}, self.time_ms(schedule), peak_bytes, peak_bytes, retries)
+
 
 @pytest.fixture
 def planner() -> Planner:
+    return made_planner()
+
+
+def made_planner() -> Planner:
     row = families.find("sd3_medium")
     made = Planner(build_model(row, "tiny"), row.stacks, torch.device("cpu"), 2**40, 1, can_move=False)
     made.forecast((), build_inputs(row.tiny, torch.float32))
@@ -97,6 +117,28 @@ def test_of_fixed_settings_the_two_nearest_are_tried(
     with caplog.at_level("INFO", logger="lowtide"):
         Scripted(lambda schedule: predicted_ms).run(planner)
     assert sum("one setting for all blocks" in message for message in caplog.messages) == expected
+
+
+def test_a_plan_for_which_memory_is_given_back_in_every_step_does_not_stay(caplog: pytest.LogCaptureFixture) -> None:
+    predicted_ms = made_planner().plan(careful=True).prediction.step_ms
+    times: list[Schedule] = []
+
+    def time_ms(schedule: Schedule) -> float:
+        """The later a schedule comes, the quicker it is."""
+        if schedule not in times:
+            times.append(schedule)
+        return predicted_ms * (1 - 0.01 * times.index(schedule))
+
+    without = Scripted(time_ms, lambda schedule: False).run(made_planner()).schedule
+    times.clear()
+    again = Scripted(time_ms, lambda schedule: schedule == without)
+    with caplog.at_level("INFO", logger="lowtide"):
+        stays = again.run(made_planner()).schedule
+    assert stays != without and again.ran.count(without) == 2
+    assert [message for message in caplog.messages if "gave cached memory back in 3 of 3 steps" in message]
+    times.clear()
+    everywhere = Scripted(time_ms, lambda schedule: True)
+    assert everywhere.run(made_planner()).schedule in everywhere.ran  # some plan stays in any case
 
 
 def test_a_first_plan_beside_which_nothing_fits_is_measured_too(

@@ -171,6 +171,29 @@ def test_plans_like_those_that_ran_leave_less_free() -> None:
     assert left_free()[0] - left_free()[1] == 300
 
 
+def test_what_all_plans_took_less_than_predicted_is_room_for_others_like_them() -> None:
+    measured = Measured("sd3_medium")
+    planner = measured.planner
+    sample = planner.sampling()
+    assert sample is not None
+    planner.learn_times(sample, [measured.probed(sample)])
+    plain = solve(measured.costs, 2**40)
+    planner.budget_bytes = plain.prediction.peak_bytes
+    others = [solve(measured.costs, planner.budget_bytes - less_bytes) for less_bytes in (1, 20_000)]
+
+    def room(over_bytes: int, schedule: Schedule) -> int:
+        """After a step that took so much more than predicted."""
+        expected = predict_step(measured.costs, assignment_of(measured.costs, schedule)).peak_bytes
+        planner.learn_peak(schedule, Probed({}, {}, 1.0, expected + over_bytes, expected + over_bytes))
+        return planner.plan(like=True).budget_bytes - before
+
+    before = planner.plan(like=True).budget_bytes
+    assert room(-300, plain.schedule) == 300
+    assert room(-200, others[0].schedule) == 200
+    assert room(-900, others[1].schedule) == 200
+    assert room(0, others[1].schedule) == 0  # once it took what was predicted
+
+
 def test_a_plan_that_ran_says_what_was_measured() -> None:
     measured = Measured("sd3_medium", can_move=True)
     planner = measured.planner
@@ -219,6 +242,8 @@ class Scripted:
 
     def failures(self) -> int:
         return self.failed
+
+    retries = failures
 
     def allocated(self) -> int:
         return self.allocated_bytes

@@ -41,6 +41,8 @@ class CountingMeter(TorchDispatchMode):
     def failures(self) -> int:
         return 0
 
+    retries = failures
+
     def peak(self) -> int:
         return self._most
 
