@@ -26,6 +26,7 @@ from planner_table import IN_TURNS, KEPT_BYTES, kept_totals, quickest
 import lowtide
 from lowtide.auto.budget import Limit
 from lowtide.auto.handle import AutoHandle
+from lowtide.auto.measuring import MOST_STEPS
 from lowtide.auto.planner import Planner
 from lowtide.bench.attention import kernels
 from lowtide.bench.modes import ATTACHED, NONE
@@ -44,8 +45,6 @@ from lowtide.testing import cpu_offload
 from lowtide.train.progress import told
 from lowtide.units import format_bytes
 
-MOST_STEPS = 60
-"""Within which ``auto`` has to settle."""
 ALLOCATOR = ("num_alloc_retries", "num_device_alloc", "num_device_free")
 """What PyTorch's allocator counts: caches given back for want of memory, and calls of the driver."""
 ENOUGH_S = 1.5

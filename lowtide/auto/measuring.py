@@ -6,8 +6,9 @@ Every step is a training step with the gradients of a plain run. They run under
 2. a schedule that has each treatment on some blocks, four times, of which the last three are timed;
 3. the plan from measured times, the plan from what that one then took, and the same two of plans that move nothing, a
    few steps each. The first plan once more, and the two best of the fixed settings, if they are not far behind by those
-   times; and the plan from what all of these took. What was quickest stays, unless the allocator has to make room for
-   it in every step.
+   times; and the plan from what all of these took;
+4. the quickest of those once more, where others are close or little room is left. What is quickest stays, unless the
+   allocator has to make room for it in every step.
 
 Where the plain run fits, it stays with that, and measures nothing but its peak.
 """
@@ -35,7 +36,7 @@ the memory of each block is to be seen."""
 
 _TRIED = {True: "tried for some steps, from measured times", False: "tried for some steps, with nothing moving"}
 _ONCE_MORE, _FIXED = "tried for some steps, once more", "tried for some steps, as one setting for all blocks"
-_LAST = "tried for some steps, from what all of these took"
+_LAST, _AGAIN = "tried for some steps, from what all of these took", "the quickest so far, once more"
 _MOST_FIXED = 2
 _TIMED = 3
 """Steps under one schedule that count, by their median: on a busy host single ones are late by a tenth. The first under
@@ -43,21 +44,47 @@ any schedule counts bytes, which takes time of its own."""
 _NOT_FAR = 0.15
 """Of the quickest step's time, by which a plan may be slower by prediction and still be tried: treatments seemed slower
 by as much when they were measured on single blocks."""
+_CLOSE = 0.05
+"""Of the quickest step's time, by which others may be slower and run once more beside it: on a busy host the median of
+three steps of one plan and the next three of the same lay 4 % apart."""
+_MOST_AGAIN = 3
 _CROWDED = 2
-"""Of the steps that are timed, so many in which the allocator gave back what it had cached: those to come would, too,
-and each waits for the device then."""
+"""Of the steps that are timed at a time, so many in which the allocator gave back what it had cached: those to come
+would, too, and each waits for the device then."""
+MOST_STEPS = 2 + (1 + 4 + 1 + _MOST_FIXED + 1 + _MOST_AGAIN) * (1 + _TIMED)
+"""Until it settles, the first under what stays among them: where all steps are of one size and none fails."""
 _WORTH = 0.01
 """Of the time of a step, that copies have to save to be worth it: what else uses the link or the host may change."""
 
 
 @dataclass(frozen=True)
 class _Tried:
-    """A plan as it ran. step_ms: infinite where no step was complete. reserved_bytes: the most; 0: not known."""
+    """A plan as it ran. times_ms: of steps that were complete. reserved_bytes: the most; 0: not known. again: it has
+    run once more."""
 
     plan: Plan
-    step_ms: float
-    reserved_bytes: int
-    retried: int  # steps, of those that were timed
+    times_ms: tuple[float, ...] = ()
+    reserved_bytes: int = 0
+    is_crowded: bool = False
+    again: bool = False
+
+    @property
+    def step_ms(self) -> float:
+        """The quickest would favour what was lucky once."""
+        return statistics.median(self.times_ms) if self.times_ms else math.inf
+
+    @property
+    def counted_ms(self) -> float:
+        """To be compared."""
+        return self._counted(self.step_ms)
+
+    @property
+    def surely_ms(self) -> float:
+        """To be compared with plans that have run once more."""
+        return self.counted_ms if self.again else self._counted(max(self.times_ms, default=math.inf))
+
+    def _counted(self, step_ms: float) -> float:
+        return step_ms * (1 + _WORTH * self.plan.schedule.moves_anything)
 
 
 class Attached(Protocol):
@@ -98,9 +125,11 @@ def measuring(planner: Planner, attached: Attached) -> Steps:
         fixed = next((made for made in planner.fixed_plans() if _may_be_quicker(planner, made, tried)), None)
         yield from _try_new(planner, attached, fixed, _FIXED, tried)
     yield from _try_new(planner, attached, _candidate(planner, like=True), _LAST, tried)
-    while len(tried) > 1 and (yield from _is_crowded(planner, attached, min(tried, key=_quickest))):
-        tried.remove(min(tried, key=_quickest))
-    stays = min(tried, key=_quickest).plan if tried else plan
+    for _ in range(_MOST_AGAIN):
+        if (worth := _worth_another_run(planner, tried)) is not None:
+            yield from _run_again(planner, attached, worth, tried)
+    ran_again = any(one.again for one in tried)
+    stays = min(tried, key=_surely if ran_again else _in_order).plan if tried else plan
     _take(planner, attached, stays, "from now on", settled=True)
 
 
@@ -112,16 +141,23 @@ def _try_new(
         tried.append((yield from _try(planner, _take(planner, attached, plan, why))))
 
 
-def _is_crowded(planner: Planner, attached: Attached, best: _Tried) -> Generator[bool, Probed | None, bool]:
-    """Whether there is so little room left that the allocator gives back what it has cached in most steps. What was
-    nowhere near the limit is not run again: pieces that fit nothing differ little from one time to the next."""
-    if not planner.near_the_limit(best.reserved_bytes):
-        return False
-    again = yield from _try(planner, _take(planner, attached, best.plan, "once more, as little room is left"))
-    if again.retried < _CROWDED:
-        return False
-    _log.info("auto: PyTorch gave cached memory back in %d of %d steps, so it does not stay", again.retried, _TIMED)
-    return True
+def _worth_another_run(planner: Planner, tried: list[_Tried]) -> _Tried | None:
+    """The quickest that has run only once, among those that are close. The very quickest alone does not need it where
+    it was nowhere near the limit: pieces that fit nothing differ little from one time to the next."""
+    order = sorted(tried, key=_in_order)
+    able = [one for one in order if one.is_crowded == order[0].is_crowded]
+    close = [one for one in able if one.counted_ms <= (1 + _CLOSE) * able[0].counted_ms]
+    if not close or (len(close) == 1 and not planner.near_the_limit(close[0].reserved_bytes)):
+        return None
+    return next((one for one in close if not one.again), None)
+
+
+def _run_again(
+    planner: Planner, attached: Attached, before: _Tried, tried: list[_Tried]
+) -> Generator[bool, Probed | None]:
+    again = yield from _try(planner, _take(planner, attached, before.plan, _AGAIN))
+    times_ms, most_bytes = before.times_ms + again.times_ms, max(before.reserved_bytes, again.reserved_bytes)
+    tried[tried.index(before)] = _Tried(again.plan, times_ms, most_bytes, again.is_crowded, again=True)
 
 
 def _candidate(planner: Planner, moving: bool = True, like: bool = False) -> Plan | None:
@@ -150,18 +186,26 @@ def _try(planner: Planner, plan: Plan) -> Generator[bool, Probed | None, _Tried]
         if probed is not None:
             seen.append(probed)
     if not seen:
-        return _Tried(planner.as_it_ran(plan), math.inf, 0, 0)
-    step_ms = statistics.median(probed.step_ms for probed in seen)  # the quickest would favour what was lucky once
+        return _Tried(planner.as_it_ran(plan))
+    times_ms = tuple(probed.step_ms for probed in seen)
+    step_ms = statistics.median(times_ms)
     most_bytes = max(probed.peak_bytes or 0 for probed in seen)
     peak = f" and {format_bytes(most_bytes)}" if most_bytes else ""
     _log.info("auto: a step takes %.0f ms%s (predicted: %.0f ms)", step_ms, peak, plan.prediction.step_ms)
     planner.learn_step(plan, step_ms)
     reserved_bytes = max(probed.reserved_bytes or 0 for probed in seen)
-    return _Tried(planner.as_it_ran(plan), step_ms, reserved_bytes, sum(probed.retries > 0 for probed in seen))
+    is_crowded = sum(probed.retries > 0 for probed in seen) >= _CROWDED
+    if is_crowded:
+        _log.info("auto: PyTorch gave cached memory back in most of these steps: it stays only if nothing else does")
+    return _Tried(planner.as_it_ran(plan), times_ms, reserved_bytes, is_crowded)
 
 
-def _quickest(tried: _Tried) -> float:
-    return tried.step_ms * (1 + _WORTH * tried.plan.schedule.moves_anything)
+def _in_order(tried: _Tried) -> tuple[bool, float]:
+    return tried.is_crowded, tried.counted_ms
+
+
+def _surely(tried: _Tried) -> tuple[bool, float]:
+    return tried.is_crowded, tried.surely_ms
 
 
 def _take(planner: Planner, attached: Attached, plan: Plan, why: str, settled: bool = False) -> Plan:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lowtide.auto.handle import AutoHandle
+from lowtide.auto.measuring import MOST_STEPS
 from lowtide.bench.attention import kernels
 from lowtide.bench.isolate import Died, isolated
 from lowtide.bench.modes import mode
@@ -41,7 +42,7 @@ class Effort:
     steps: int = 10
     most_s: float = 60.0
     timeout_s: float = 1800.0
-    most_warm_up: int = 44
+    most_warm_up: int = MOST_STEPS
 
 
 @dataclass

@@ -7,11 +7,12 @@ from torch import nn
 
 import lowtide
 from lowtide.auto.handle import AutoHandle
+from lowtide.auto.measuring import MOST_STEPS
 from lowtide.auto.planner import Planner
 from lowtide.plan.solve import smallest_peak, solve
 from tests.runtime.toys import Block, Chain
 
-STEPS = 40
+STEPS = MOST_STEPS + 2
 """More than ``auto`` measures."""
 
 

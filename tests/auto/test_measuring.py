@@ -1,12 +1,13 @@
 """Which plan stays, by what steps are scripted to have taken."""
 
+import random
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from lowtide import families
-from lowtide.auto.measuring import measuring
+from lowtide.auto.measuring import MOST_STEPS, measuring
 from lowtide.auto.planner import Planner
 from lowtide.measure.build import build_model
 from lowtide.measure.inputs import build_inputs
@@ -29,6 +30,7 @@ class Scripted:
         self.time_ms = time_ms
         self.is_crowded = is_crowded
         self.ran: list[Schedule] = []
+        self.steps = 1  # the one that has settled
         self.stays: Plan | None = None
 
     def run_under(self, schedule: Schedule) -> None:
@@ -45,6 +47,7 @@ class Scripted:
             while True:
                 seen = self.seen(planner, self.ran[-1])
                 planner.begin_step()
+                self.steps += 1
                 steps.send(seen)
         except StopIteration:
             assert self.stays is not None
@@ -79,7 +82,7 @@ def test_the_first_plan_stays_where_it_turns_out_to_be_the_quickest(planner: Pla
     first = planner.plan(careful=True).schedule
     scripted = Scripted(lambda schedule: 0.97 * predicted_ms if schedule == first else predicted_ms)
     assert scripted.run(planner).schedule == first
-    assert scripted.ran.count(first) == 3  # to begin with, once more, from then on
+    assert scripted.ran.count(first) == 4  # to begin with, once more, beside others that are close, from then on
 
 
 def test_the_first_plan_is_not_run_again_where_it_is_far_behind(
@@ -134,11 +137,37 @@ def test_a_plan_for_which_memory_is_given_back_in_every_step_does_not_stay(caplo
     again = Scripted(time_ms, lambda schedule: schedule == without)
     with caplog.at_level("INFO", logger="lowtide"):
         stays = again.run(made_planner()).schedule
-    assert stays != without and again.ran.count(without) == 2
-    assert [message for message in caplog.messages if "gave cached memory back in 3 of 3 steps" in message]
+    assert stays != without and again.ran.count(without) == 1
+    assert sum("gave cached memory back in most of these steps" in message for message in caplog.messages) == 1
     times.clear()
     everywhere = Scripted(time_ms, lambda schedule: True)
     assert everywhere.run(made_planner()).schedule in everywhere.ran  # some plan stays in any case
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_it_settles_within_the_steps_that_are_told(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowtide.auto.measuring._NOT_FAR", 100.0)
+    draw = random.Random(seed)
+    predicted_ms = made_planner().plan(careful=True).prediction.step_ms
+    scripted = Scripted(lambda schedule: predicted_ms * draw.uniform(0.97, 1.03))
+    scripted.run(made_planner())
+    assert MOST_STEPS - 20 <= scripted.steps <= MOST_STEPS
+
+
+def test_plans_that_are_close_run_once_more_and_all_their_steps_count() -> None:
+    predicted_ms = made_planner().plan(careful=True).prediction.step_ms
+    first = made_planner().plan(careful=True).schedule
+    steps: list[Schedule] = []
+
+    def time_ms(schedule: Schedule) -> float:
+        """In its first two timed steps, what is no first plan is lucky."""
+        steps.append(schedule)
+        return predicted_ms * (1.0 if schedule == first else 0.97 if steps.count(schedule) <= 3 else 1.02)
+
+    scripted = Scripted(time_ms)
+    assert scripted.run(made_planner()).schedule == first
+    lucky = [schedule for schedule in scripted.ran if scripted.ran.count(schedule) == 2]
+    assert lucky and all(steps.count(schedule) == 8 for schedule in lucky)
 
 
 def test_a_first_plan_beside_which_nothing_fits_is_measured_too(

@@ -11,11 +11,11 @@ from torch import nn
 
 import lowtide
 from lowtide.auto.handle import AutoHandle
+from lowtide.auto.measuring import MOST_STEPS
 from lowtide.bench.synthetic import Synthetic
 from lowtide.plan.costs import MEASURED
 
 DEPTH, WIDTH, HEADS, TOKENS = 12, 1024, 8, 16384
-MOST_STEPS = 40
 WITHIN = 0.02
 GIB = 2**30
 
