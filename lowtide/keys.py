@@ -211,6 +211,10 @@ def read_flat_json(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"is not UTF-8 text: {error}") from error
     except json.JSONDecodeError as error:
         raise ConfigError(f"is not JSON: {error.msg} in line {error.lineno}, column {error.colno}") from error
+    except ConfigError:  # a key twice
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f'must hold one JSON object, {{"key": value, …}}, but holds {shown(content)}')
     return content

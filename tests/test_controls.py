@@ -436,6 +436,8 @@ class TestFile:
         [
             ("{", "is not JSON: "),
             ("", "is not JSON: "),
+            ('{"gradient_checkpointing_interval": ' + "1" * 5000 + "}", "cannot be read as JSON: "),
+            ("[" * 100_000, "cannot be read as JSON: "),
             ("[1]", "must hold one JSON object"),
             ("null", "must hold one JSON object"),
             ('{"gradient_checkpointing": true, "gradient_checkpointing": false}', "has a key twice"),
