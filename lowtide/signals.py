@@ -19,4 +19,5 @@ def handled(handler: Callable[[int, FrameType | None], Any], *numbers: signal.Si
         yield
     finally:
         for number, other in before.items():
-            signal.signal(number, other)
+            if other is not None:  # None: of something that is not Python's, which cannot be put back
+                signal.signal(number, other)

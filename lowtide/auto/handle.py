@@ -77,7 +77,11 @@ class AutoHandle(Attachment):
         self._smaller = 0  # forwards since one that was measured
         self._inside = False
         self.active = True
-        intercept([(type(self._root).__name__, self._root)], self, forward=True)
+        try:
+            intercept([(type(self._root).__name__, self._root)], self, forward=True)
+        except ConfigError:  # it is a block of another model that is attached
+            self.detach()
+            raise
 
     # ------------------------------------------------------------------ as Handle
 
@@ -156,8 +160,8 @@ class AutoHandle(Attachment):
         seen, size = self._stop_probe(), self._sizes.of(args, kwargs)
         if self._planner is not None and self._planner.ran_out():
             self.note_out_of_memory()
-        adds_up = self._planner is not None and self._planner.gradients_add_up()
-        if adds_up:
+        why = self._why_anew()
+        if why is not None:
             self._largest = (0, 0)
         largest = (max(size[0], self._largest[0]), max(size[1], self._largest[1]))
         if largest != self._largest:
@@ -165,7 +169,7 @@ class AutoHandle(Attachment):
                 self._planner.ceiling_bytes = None  # a smaller step's says nothing of this one
             if self.plan is not None:
                 larger = "after an error" if self._largest == (0, 0) else "for a larger forward than any before"
-                _log.info("auto: plans anew, %s", "since gradients add up" if adds_up else larger)
+                _log.info("auto: plans anew, %s", why or larger)
             self._largest = (0, 0)  # until it is planned for: where nothing fits, the next forward is to say so, too
             self._go_on(self._begin(args, kwargs), None)
             self._largest = largest
@@ -177,6 +181,23 @@ class AutoHandle(Attachment):
         elif self._steps is not None and self._planner is not None:
             self._planner.begin_step()
             self._go_on(self._steps, seen)
+
+    def _why_anew(self) -> str | None:
+        """Why the plan does not hold for this step, however large it is."""
+        if self._planner is not None and self._planner.gradients_add_up():
+            return "since gradients add up"
+        if self._sizes.parts_changed and self._blocks_changed():
+            return "since blocks have come or gone"
+        return None
+
+    def _blocks_changed(self) -> bool:
+        self._sizes.parts_changed = False
+        try:
+            stacks = resolve(self._root, self._rows)
+        except ConfigError:
+            return True  # planning says so
+        depths = {name: stack.depth for name, stack in self.schedule.stacks.items()}
+        return depths != {stack.name: len(stack.blocks) for stack in stacks}
 
     def _go_on(self, steps: Steps, seen: Probed | None) -> None:
         self._steps, self._smaller = None, 0

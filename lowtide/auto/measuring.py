@@ -128,9 +128,7 @@ def measuring(planner: Planner, attached: Attached) -> Steps:
     for _ in range(_MOST_AGAIN):
         if (worth := _worth_another_run(planner, tried)) is not None:
             yield from _run_again(planner, attached, worth, tried)
-    ran_again = any(one.again for one in tried)
-    stays = min(tried, key=_surely if ran_again else _in_order).plan if tried else plan
-    _take(planner, attached, stays, "from now on", settled=True)
+    _take(planner, attached, _stays(planner, tried, plan), "from now on", settled=True)
 
 
 def _try_new(
@@ -144,12 +142,21 @@ def _try_new(
 def _worth_another_run(planner: Planner, tried: list[_Tried]) -> _Tried | None:
     """The quickest that has run only once, among those that are close. The very quickest alone does not need it where
     it was nowhere near the limit: pieces that fit nothing differ little from one time to the next."""
-    order = sorted(tried, key=_in_order)
+    order = sorted((one for one in tried if planner.fits(one.plan)), key=_in_order)
     able = [one for one in order if one.is_crowded == order[0].is_crowded]
     close = [one for one in able if one.counted_ms <= (1 + _CLOSE) * able[0].counted_ms]
     if not close or (len(close) == 1 and not planner.near_the_limit(close[0].reserved_bytes)):
         return None
     return next((one for one in close if not one.again), None)
+
+
+def _stays(planner: Planner, tried: list[_Tried], first: Plan) -> Plan:
+    """The quickest that still fits; another one where none does, as more lies there than when they were made."""
+    able = [one for one in tried if planner.fits(one.plan)]
+    if able:
+        ran_again = any(one.again for one in able)
+        return min(able, key=_surely if ran_again else _in_order).plan
+    return _candidate(planner) or first
 
 
 def _run_again(
@@ -169,8 +176,8 @@ def _candidate(planner: Planner, moving: bool = True, like: bool = False) -> Pla
 
 
 def _may_be_quicker(planner: Planner, plan: Plan, tried: list[_Tried]) -> bool:
-    """Whether a plan is another one than those, and by what is known now not far behind."""
-    if any(plan.schedule == other.plan.schedule for other in tried):
+    """Whether a plan is another one than those, and by what is known now fits and is not far behind."""
+    if any(plan.schedule == other.plan.schedule for other in tried) or not planner.fits(plan):
         return False
     quickest_ms = min((other.step_ms for other in tried), default=math.inf)
     return planner.as_it_ran(plan).prediction.step_ms <= (1 + _NOT_FAR) * quickest_ms

@@ -78,8 +78,9 @@ class Planner:
     _error_bytes: int = 0
     _corrected: Schedule | None = None
     _trials: Trials | None = None
-    _timed: bool = False  # treatments have been
-    _peaks: list[tuple[Schedule, int]] = field(default_factory=list)  # measured since then
+    _seen: list["_Seen"] = field(default_factory=list)
+    _untimed: int | None = None  # of those, how many came before treatments were timed; None: they have not been
+    _updated: bool = False
     _gradients: Mapping[str, int] = field(default_factory=dict)  # of one block, by kind
     _begins_without: bool = False  # gradients, the step at hand
     _began_without: bool = False
@@ -95,6 +96,7 @@ class Planner:
         _check_arguments(args, kwargs)
         if self._lying is None:
             self._lying = Lying(self.model, bound.arguments, meter_of(self.device))
+            self._lying.updated = self._updated
         else:
             self._lying.look_at_weights()
         self.spare_bytes = max(self.spare_bytes, self._lying.reserved_bytes)
@@ -104,12 +106,13 @@ class Planner:
             with _random_states_kept():
                 self.costs = self._traced(stacks, _named(bound), self._now_bytes)
         except ConfigError as error:
-            raise ConfigError(f"auto cannot plan for this model: {error}. Choose a backend by name instead.") from error
+            text = f"auto cannot plan for this model: {str(error).rstrip('.')}. Choose a backend by name instead."
+            raise ConfigError(text) from error
         self._shared_bytes = self.costs.resident_bytes - self._now_bytes
         self._gradients = block_gradients(self.model, stacks, self.costs.stacks)
         self.costs = self.costs.with_gradients(self._late_gradients)
         self._error_bytes, self._corrected, self._trials = 0, None, None
-        self._timed, self.tried_spare_bytes, self._peaks = False, None, []
+        self._untimed, self.tried_spare_bytes, self._seen = None, None, []
 
     def begin_step(self) -> None:
         """Before each further step that is planned or watched: see what lies on the device by now."""
@@ -134,6 +137,7 @@ class Planner:
 
     def note_update(self) -> None:
         """The optimizer has updated the model."""
+        self._updated = True
         if self._lying is not None:
             self._lying.updated = True
 
@@ -183,7 +187,7 @@ class Planner:
         samples = list(samples_of(self._known, assignment_of(self._known, schedule), times))
         other_ms = max(0.0, median(one.step_ms for one in probed) - sum(map(sum, times.values())))
         self.costs = corrected(self._known, samples, other_ms, self._known.link)
-        self._timed = True
+        self._untimed = len(self._seen)
 
     def learn_bytes(self, schedule: Schedule, probed: Probed | None) -> None:
         """Correct bytes by a step that ran under ``sampling``."""
@@ -223,9 +227,9 @@ class Planner:
         most_bytes = max(_MOST_SPARE_BYTES, int(_MOST_SPARE * self.budget_bytes))
         spare_bytes = min(most_bytes, probed.reserved_bytes - probed.peak_bytes)
         self.spare_bytes = max(self.spare_bytes, spare_bytes)
-        if self._timed:
+        self._seen.append(_Seen(schedule, self._began_without, probed.peak_bytes - lying_bytes))
+        if self._untimed is not None:
             self.tried_spare_bytes = max(self.tried_spare_bytes or 0, spare_bytes)
-            self._peaks.append((schedule, probed.peak_bytes))
         self._settle()
 
     def _as_the_step_began(self, costs: StepCosts) -> StepCosts:
@@ -263,7 +267,10 @@ class Planner:
         """A step under this schedule ran out of memory: what is planned from now on takes less than it was to take.
         Returns whether anything does."""
         costs = self._known
-        peak_bytes = predict_step(costs, assignment_of(costs, schedule)).peak_bytes
+        try:
+            peak_bytes = predict_step(costs, assignment_of(costs, schedule)).peak_bytes
+        except ConfigError:  # of a forward that was refused, and not of the one that ran
+            return False
         less_bytes = peak_bytes - int(_STEP_DOWN * max(0, peak_bytes - costs.resident_bytes))
         self.ceiling_bytes = less_bytes if self.ceiling_bytes is None else min(less_bytes, self.ceiling_bytes)
         self.ran_out()  # it has been told
@@ -281,25 +288,52 @@ class Planner:
     def _most_like_bytes(self, costs: StepCosts) -> int:
         """What a plan may take that is like those that were tried, and takes as much less than predicted as all those
         did."""
-        most_bytes = self._left_bytes(costs, self._tried_spare_bytes, _LIKE_MARGIN, _LEAST_LIKE_MARGIN_BYTES)
-        less_bytes = min((self._predicted_bytes(made) - peak_bytes for made, peak_bytes in self._peaks), default=0)
-        return most_bytes + max(0, less_bytes)
+        spare_bytes, less_bytes = self._tried_spare_bytes, self._less_bytes
+        return self._left_bytes(costs, spare_bytes, _LIKE_MARGIN, _LEAST_LIKE_MARGIN_BYTES, less_bytes)
 
-    def _predicted_bytes(self, schedule: Schedule) -> int:
-        return predict_step(self._known, assignment_of(self._known, schedule)).peak_bytes
+    @property
+    def _less_bytes(self) -> int:
+        """How much less than predicted, by what is known now, activations took under all plans that were tried."""
+        tried = self._seen[self._untimed :] if self._untimed is not None else []
+        less = (self._activation_bytes(seen.schedule, seen.began_without) - seen.activation_bytes for seen in tried)
+        return max(0, min(less, default=0))
+
+    def _activation_bytes(self, schedule: Schedule, begins_without: bool) -> int:
+        """Predicted. begins_without: gradients are not there when the step begins."""
+        gradients = self._gradients if begins_without else {}
+        costs = replace(self._known.with_gradients(gradients), resident_bytes=0)
+        return predict_step(costs, assignment_of(costs, schedule)).highest.peak_bytes
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether a plan does that was made before: more may lie there by now. As measured, where it has run."""
+        begins_without = bool(self._late_gradients)
+        took = [
+            seen.activation_bytes
+            for seen in self._seen
+            if (seen.schedule, seen.began_without) == (plan.schedule, begins_without)
+        ]
+        activation_bytes = max(took) if took else self._activation_bytes(plan.schedule, begins_without)
+        most_bytes = within_pages(self.device, self.budget_bytes)
+        if self.ceiling_bytes is not None:
+            most_bytes = min(most_bytes, self.ceiling_bytes)
+        return self._lying_bytes(0) + activation_bytes <= most_bytes
 
     def near_the_limit(self, reserved_bytes: int) -> bool:
-        """Whether a little more in pieces that fit nothing would exceed the budget."""
-        return reserved_bytes > within_pages(self.device, self.budget_bytes) - 2 * PAGE_BYTES
+        """Whether a little more in pieces that fit nothing would exceed the budget. reserved_bytes: 0: not known."""
+        return reserved_bytes > max(0, within_pages(self.device, self.budget_bytes) - 2 * PAGE_BYTES)
 
     @property
     def _tried_spare_bytes(self) -> int:
         return self.spare_bytes if self.tried_spare_bytes is None else self.tried_spare_bytes
 
-    def _left_bytes(self, costs: StepCosts, spare_bytes: int, share: float, least_bytes: int) -> int:
+    def _left_bytes(
+        self, costs: StepCosts, spare_bytes: int, share: float, least_bytes: int, less_bytes: int = 0
+    ) -> int:
+        """less_bytes: how much less than predicted will be taken."""
         room_bytes = max(0, self.budget_bytes - costs.resident_bytes)
         pages_bytes = least_bytes if self.device.type == "cuda" else 0
-        most_bytes = self.budget_bytes - spare_bytes - max(pages_bytes, int(share * room_bytes))
+        margin_bytes = max(pages_bytes, int(share * room_bytes)) - less_bytes
+        most_bytes = min(self.budget_bytes - spare_bytes - margin_bytes, within_pages(self.device, self.budget_bytes))
         return most_bytes if self.ceiling_bytes is None else min(most_bytes, self.ceiling_bytes)
 
     def _traced(self, stacks: Sequence[ResolvedStack], inputs: Mapping[str, Any], resident_bytes: int) -> StepCosts:
@@ -320,6 +354,15 @@ class Planner:
         if any(block._compiled_call_impl is not None for stack in stacks for _, block in stack.blocks):
             costs = replace(costs, kinds={name: _uncut(kind) for name, kind in costs.kinds.items()})
         return costs if self.can_move else replace(costs, link=None)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A step under a schedule. began_without: gradients. activation_bytes: its peak above what lay there throughout."""
+
+    schedule: Schedule
+    began_without: bool
+    activation_bytes: int
 
 
 def in_short(plan: Plan, budget_bytes: int) -> str:

@@ -172,6 +172,8 @@ class StepProbe:
     run_eagerly = run
 
     def _begin_backward(self, name: Block, gradient: torch.Tensor) -> None:
+        if not self.active:  # stopped: what is measured now is somebody else's
+            return
         seen = self._seen[name]
         seen.gradient_bytes += gradient.nbytes
         if seen.backward is not None:
@@ -190,6 +192,8 @@ class StepProbe:
         queue(self._finish)
 
     def _finish(self) -> None:
+        if not self.active:
+            return
         self._close(self._order[-1])
         self._end = self._mark()
 

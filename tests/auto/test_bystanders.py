@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
+import lowtide
 from lowtide.errors import ConfigError
 from lowtide.plan.costs import MEASURED
 from tests.auto.models import STEPS, attached, budget_for, dropping, peaks
@@ -124,6 +125,33 @@ def test_more_weights_that_are_trained_are_planned_for() -> None:
         second = handle.plan
         step(model, lambda: model(x))
         assert handle.plan is second  # what is enough for more is enough for less
+
+
+@pytest.mark.parametrize("after", [1, 4, 8, STEPS])
+@pytest.mark.parametrize("change", ["goes", "comes"])
+def test_blocks_that_come_or_go_are_planned_for(change: str, after: int) -> None:
+    model, x = dropping(), torch.randn(64, 64)
+    with attached(model, budget_for(model, x)) as handle:
+        for number in range(after + 2):
+            if number == after and change == "goes":
+                del model.blocks[-1]
+            elif number == after:
+                model.blocks.append(Block(64).requires_grad_(False))
+            step(model, lambda: model(x))
+        assert handle.schedule.stacks["blocks"].depth == len(model.blocks)
+        assert len(handle.receipt().blocks) == len(model.blocks)
+
+
+def test_a_block_of_a_model_that_is_attached_is_refused_and_left_as_it_was() -> None:
+    model = nn.ModuleDict({"blocks": nn.ModuleList([dropping(), dropping()])})
+    parts = [part for block in model["blocks"] for part in block.modules()]
+    handle = lowtide.attach(model, backend="torch")
+    kinds, hooks = [type(part) for part in parts], len(_global_optimizer_post_hooks)
+    with pytest.raises(ConfigError, match="attached already"):
+        lowtide.attach(model["blocks"][0], backend="auto", vram_budget=2**30)
+    assert [type(part) for part in parts] == kinds and len(_global_optimizer_post_hooks) == hooks
+    handle.detach()
+    lowtide.attach(model["blocks"][0], backend="auto", vram_budget=2**30).detach()
 
 
 def test_a_model_that_has_grown_is_planned_anew() -> None:

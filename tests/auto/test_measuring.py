@@ -144,6 +144,19 @@ def test_a_plan_for_which_memory_is_given_back_in_every_step_does_not_stay(caplo
     assert everywhere.run(made_planner()).schedule in everywhere.ran  # some plan stays in any case
 
 
+def test_a_plan_that_does_not_fit_any_more_is_neither_run_again_nor_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    predicted_ms = made_planner().plan(careful=True).prediction.step_ms
+    quick = Scripted(lambda schedule: predicted_ms).run(made_planner()).schedule
+    planner = made_planner()
+    scripted = Scripted(lambda schedule: 0.9 * predicted_ms if schedule == quick else predicted_ms)
+    monkeypatch.setattr(planner, "fits", lambda plan: plan.schedule != quick)
+    assert scripted.run(planner).schedule != quick
+    assert scripted.ran.count(quick) == 1
+    nothing = made_planner()
+    monkeypatch.setattr(nothing, "fits", lambda plan: False)
+    assert Scripted(lambda schedule: predicted_ms).run(nothing).prediction.peak_bytes <= nothing.budget_bytes
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_it_settles_within_the_steps_that_are_told(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowtide.auto.measuring._NOT_FAR", 100.0)

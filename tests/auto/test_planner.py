@@ -194,6 +194,68 @@ def test_what_all_plans_took_less_than_predicted_is_room_for_others_like_them() 
     assert room(0, others[1].schedule) == 0  # once it took what was predicted
 
 
+def test_what_is_yet_to_come_is_no_room_and_no_plan_is_made_for_more_than_may_be_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    states_bytes = 50_000
+    measured = Measured("sd3_medium")
+    planner = measured.planner
+    sample = planner.sampling()
+    assert sample is not None and planner._lying is not None
+    planner.learn_times(sample, [measured.probed(sample)])
+    plain = solve(measured.costs, 2**40)
+    planner.budget_bytes = plain.prediction.peak_bytes + states_bytes
+    monkeypatch.setattr(planner._lying, "to_come_bytes", lambda: states_bytes)
+    planner.begin_step()
+    before = planner.plan(like=True).budget_bytes
+
+    def room(less_bytes: int) -> int:
+        """After a step that took so much less than predicted, and no states yet."""
+        peak_bytes = predict_step(measured.costs, assignment_of(measured.costs, plain.schedule)).peak_bytes
+        seen_bytes = peak_bytes - states_bytes - less_bytes
+        planner.learn_peak(plain.schedule, Probed({}, {}, 1.0, seen_bytes, seen_bytes))
+        return planner.plan(like=True).budget_bytes
+
+    assert room(10_000_000) == planner.budget_bytes > before  # and no more
+    planner.ceiling_bytes = before - 1000
+    assert planner.plan(like=True).budget_bytes == planner.ceiling_bytes
+    planner.ceiling_bytes = None
+    assert room(0) == before
+
+
+def test_a_plan_no_longer_fits_where_more_lies_there_than_when_it_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Measured("sd3_medium")
+    planner = measured.planner
+    plain = solve(measured.costs, 2**40)
+    predicted = planner.budget_bytes = plain.prediction.peak_bytes
+    other = solve(measured.costs, predicted - 1)
+    assert planner.fits(plain) and planner.fits(other)
+    planner.learn_peak(plain.schedule, Probed({}, {}, 1.0, predicted + 5, predicted + 5))
+    assert not planner.fits(plain)  # it took more
+    planner.learn_peak(other.schedule, Probed({}, {}, 1.0, predicted - 100, predicted - 100))
+    assert planner.fits(other)
+    lying = planner._lying
+    assert lying is not None
+    now_bytes = lying.now_bytes()
+    monkeypatch.setattr(lying, "now_bytes", lambda: now_bytes + 101)
+    planner.begin_step()
+    assert not planner.fits(other)
+
+
+def test_a_step_that_failed_under_a_schedule_for_another_forward_says_nothing_of_this_one() -> None:
+    planner = Measured("sd3_medium").planner
+    assert not planner.note_failure(Schedule({"blocks": mixed(["whole"])}))
+    assert planner.ceiling_bytes is None
+
+
+def test_an_update_before_the_first_forward_counts() -> None:
+    row = families.find("sd3_medium")
+    planner = Planner(build_model(row, "tiny"), row.stacks, CPU, 2**40, 1, can_move=False)
+    planner.note_update()
+    planner.forecast((), build_inputs(row.tiny, torch.float32))
+    assert planner._lying is not None and planner._lying.updated
+
+
 def test_a_plan_that_ran_says_what_was_measured() -> None:
     measured = Measured("sd3_medium", can_move=True)
     planner = measured.planner
