@@ -21,7 +21,7 @@ from lowtide.cli.output import say
 from lowtide.errors import LowtideError, MachineError
 
 _DEBUG = "LOWTIDE_DEBUG"
-_FAILURES = (LowtideError, OSError, MemoryError, RuntimeError)
+_FAILURES = (LowtideError, OSError, MemoryError, RuntimeError, ModuleNotFoundError)
 
 
 class Commands(TyperGroup):

@@ -61,6 +61,7 @@ class Updater:
         self.parameters = parameters
         self.device = device
         self._max_norm = keys.max_grad_norm
+        self._learning_rate = keys.learning_rate
         self.noise = torch.Generator().manual_seed(keys.seed)
         self._optimizer = torch.optim.AdamW(parameters, lr=keys.learning_rate)
         self._scheduler = get_scheduler(
@@ -85,10 +86,22 @@ class Updater:
         }
 
     def restore(self, states: dict[str, Any]) -> None:
-        """Put back what ``states`` gave."""
+        """Put back what ``states`` gave. A learning rate that was changed since holds from here on."""
         self._optimizer.load_state_dict(states["optimizer"])
         self._scheduler.load_state_dict(states["scheduler"])
+        self._begin_at(self._learning_rate)
         self.restore_random(states)
+
+    def _begin_at(self, learning_rate: float) -> None:
+        """What the schedule multiplies."""
+        schedule = self._scheduler
+        if schedule.base_lrs == [learning_rate]:
+            return
+        schedule.base_lrs = [learning_rate]
+        (group,), (factor,) = self._optimizer.param_groups, schedule.lr_lambdas
+        group["initial_lr"] = learning_rate
+        group["lr"] = learning_rate * factor(schedule.last_epoch)
+        schedule._last_lr = [group["lr"]]
 
     def random_states(self) -> dict[str, Any]:
         states = {"noise": self.noise.get_state(), "cpu": torch.get_rng_state()}

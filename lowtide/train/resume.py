@@ -122,7 +122,7 @@ def check_continues(path: Path, state: RunState, config: TrainConfig, data: str)
         raise ConfigError(f"{path} was made with {broken}. Set it back, choose another output_dir, or {START_AFRESH}")
     unlike = changes(state.config, config, without=same_numbers(config.keys))
     reasons = [unlike] if unlike else []
-    reasons += ["other pictures or captions"] if state.data != data else []
+    reasons += ["other pictures or captions (or encoders whose files were written anew)"] if state.data != data else []
     if reasons:
         warnings.warn(
             f"{path} was made with {' and '.join(reasons)}: the run goes on, but its numbers are not those of an "

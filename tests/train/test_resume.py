@@ -90,6 +90,20 @@ def test_a_finished_run_can_be_made_longer(train: Train, output: Path, numbers: 
     assert numbers(output) == whole
 
 
+@pytest.mark.parametrize("lr_scheduler", ["constant", "cosine"])
+def test_another_learning_rate_holds_from_where_the_run_goes_on(
+    train: Train, output: Path, numbers: Numbers, lr_scheduler: str
+) -> None:
+    keys: dict[str, Any] = {"lr_scheduler": lr_scheduler, "lr_warmup_steps": 1, "max_train_steps": 3}
+    assert train(**keys) is not None
+    then = numbers(output)
+    with pytest.warns(UserWarning, match="its numbers are not those of an uninterrupted one"):
+        assert train(**{**keys, "learning_rate": 0.0, "max_train_steps": STEPS}) is not None
+    now = numbers(output)
+    assert now.lora == then.lora
+    assert now.losses[:3] == then.losses and len(now.losses) == STEPS
+
+
 def test_full_training_goes_on_exactly(train: Train, output: Path, losses: Losses) -> None:
     keys = {"model_type": "full", "learning_rate": 1e-4, "max_train_steps": 3}
     assert train(**keys, output_dir=str(output / "whole")) is not None
