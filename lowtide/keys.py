@@ -152,7 +152,7 @@ class Budget:
             raise ConfigError(f"{shown(value)} is not allowed; allowed: {self.allowed}.{self._near(value)}") from None
         if number < _LEAST_BUDGET:
             hint = f" Did you mean {number}GiB?" if number and str(value).strip() == str(number) else ""
-            raise ConfigError(f"{shown(value)} is {number} bytes; allowed: {self.allowed}.{hint}")
+            raise ConfigError(f"{shown(value)} is {number} bytes, below 1MiB; allowed: {self.allowed}.{hint}")
         return number
 
     def _near(self, value: Any) -> str:

@@ -160,13 +160,13 @@ def test_budgets(given: Any, means: Any) -> None:
     [
         (
             {"vram_budget": 16},
-            "vram_budget: 16 is 16 bytes; allowed: a size such as 16GiB, or auto. Did you mean 16GiB?",
+            "vram_budget: 16 is 16 bytes, below 1MiB; allowed: a size such as 16GiB, or auto. Did you mean 16GiB?",
         ),
         ({"vram_budget": "aut"}, "a size such as 16GiB, or auto. Did you mean 'auto'?"),
         ({"vram_budget": "16gig"}, "a size such as 16GiB, or auto. Did you mean '16GiB'?"),
         (
             {"vram_budget": "16 kb", "backend": "auto"},
-            "'16 kb' is 16000 bytes; allowed: a size such as 16GiB, or auto.",
+            "'16 kb' is 16000 bytes, below 1MiB; allowed: a size such as 16GiB, or auto.",
         ),
         ({"vram_budget": "lots"}, "vram_budget: 'lots' is not allowed; allowed: a size such as 16GiB, or auto."),
         ({"vram_budget": -1}, "vram_budget: -1 is not allowed; allowed: a size such as 16GiB, or auto."),

@@ -12,7 +12,7 @@ from lowtide.bench.torch_checkpoint import checkpointed
 from lowtide.bench.works import Task
 from lowtide.errors import ConfigError
 from lowtide.handle import Handle
-from lowtide.keys import AUTO
+from lowtide.keys import AUTO, did_you_mean
 
 NONE = "none"
 ATTACHED: Mapping[str, Mapping[str, Any]] = {
@@ -62,5 +62,5 @@ class Mode:
 def mode(name: str) -> Mode:
     """Raises ConfigError for an unknown name: says which there are."""
     if name not in MODES:
-        raise ConfigError(f"unknown mode {name!r}; allowed: {', '.join(MODES)}")
+        raise ConfigError(f"unknown mode {name!r}; allowed: {', '.join(MODES)}.{did_you_mean(name, MODES)}")
     return Mode(name)

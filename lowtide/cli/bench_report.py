@@ -78,9 +78,10 @@ def _read(path: Path) -> "list[Record]":
 def _summary(report: "Report") -> Iterator[RenderableType]:
     states = Counter(cell.state for cell in report.cells)
     counts = ", ".join(f"{count} {'results' if state == 'ok' else state}" for state, count in states.items())
-    yield f"{len(report.matrices)} works, {len(report.cells)} cells: {counts}."
+    works = "1 work" if len(report.matrices) == 1 else f"{len(report.matrices)} works"
+    yield f"{works}, {len(report.cells)} cells: {counts}."
     if on_cpu := sum(matrix.on_cpu for matrix in report.matrices):
-        yield f"{on_cpu} of the works were measured on a CPU, where offload is simulated: they stand in no plot."
+        yield f"Measured on a CPU, where offload is simulated, and in no plot: {on_cpu} of them."
     for matrix in report.matrices:
         for column in matrix.columns:
             for cell in column.cells:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lowtide.measure.cards import CARDS
+from lowtide.measure.cards import CARDS, Card
 from lowtide.measure.device import budget_within
 from lowtide.measure.residents import ADAMW, ADAMW_8BIT, ADAMW_FUSED, STATE_BYTES, Residents
 from lowtide.units import format_bytes
@@ -14,7 +14,8 @@ _CARDS_NAMED = 3
 @dataclass(frozen=True)
 class Need:
     """Of a wish that nothing fulfils. trained: weights that get gradients. host_limit_binds: it would fit with more CPU
-    memory. update_bytes: what an update takes beside the residents. accumulation: backwards before it."""
+    memory. update_bytes: what an update takes beside the residents. accumulation: backwards before it. card: what times
+    are for."""
 
     budget_bytes: int
     smallest_peak_bytes: int
@@ -25,11 +26,14 @@ class Need:
     host_limit_binds: bool
     update_bytes: int = 0
     accumulation: int = 1
+    card: Card | None = None
 
 
 def hints(need: Need) -> Iterator[str]:
     """What helps most comes first."""
     there, missing = need.residents, need.smallest_peak_bytes - need.budget_bytes
+    if need.card is not None and (most := budget_within(need.card.memory_bytes)) >= need.smallest_peak_bytes:
+        yield f"a larger --budget: this card, {need.card.name}, has {format_bytes(most)}"
     if need.host_limit_binds:
         yield "more CPU memory (--host-memory): with enough of it a schedule fits"
     if need.full:

@@ -112,6 +112,7 @@ class Planned:
             self.without_limit is not None,
             self.update_bytes,
             wish.accumulation,
+            wish.card,
         )
 
     @property

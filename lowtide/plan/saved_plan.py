@@ -41,8 +41,11 @@ def load_plan(path: str | Path) -> SavedPlan:
     """Read a plan. Raises ConfigError where there is none, or one that this version cannot read."""
     try:
         text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"no plan can be read from {path}: there is no such file") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"no plan can be read from {path}: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"no plan can be read from {path}: {why}") from error
     return loads(text, str(path))
 
 

@@ -130,7 +130,10 @@ def _present(block: nn.Module, paths: Sequence[str]) -> list[tuple[str, nn.Modul
 
 
 def _discover(model: nn.Module) -> list[ResolvedStack]:
-    found = list(_groups_of_blocks(model, ""))
+    if isinstance(model, nn.Sequential) and _is_stack(model):
+        found = [(type(model).__name__, list(model.named_children()))]
+    else:
+        found = list(_groups_of_blocks(model, ""))
     if not found:
         raise UnsupportedError(
             f"no block stack was found in {type(model).__name__}: lowtide looks for two or more composite modules of "

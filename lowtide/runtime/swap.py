@@ -96,7 +96,8 @@ def intercept(
     if taken:
         raise ConfigError(
             f"{taken[0]} is attached already ({len(taken)} of {len(modules)} blocks are). Call `detach()` on the "
-            "handle of the first `attach` before attaching with other settings."
+            "handle of the first `attach` before attaching with other settings. Where that is lost: a `copy.deepcopy` "
+            "of the model is not attached."
         )
     classes = interceptor.classes if isinstance(interceptor, Routes) else {}
     for _, module in modules:

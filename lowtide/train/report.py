@@ -85,6 +85,8 @@ def result_lines(report: Mapping[str, Any]) -> Iterator[str]:
     )
     if blocks["as_expected"] and report["checkpointing"] == AUTO:
         yield f"Recomputed: {len(blocks['receipt'])} blocks in the last step, exactly those of the plan that auto chose"
+        if "plan" not in report["files"]:
+            yield "auto was still measuring, so no plan is written: a longer run comes to one (docs/auto.md says when)"
     elif blocks["as_expected"]:
         yield f"Recomputed: {len(blocks['receipt'])} blocks in each step, exactly those that the setting asks for"
     else:

@@ -116,6 +116,7 @@ def test_all_modes_are_those_without_a_budget_unless_one_is_given() -> None:
     [
         (("family", "flux9"), "unknown family 'flux9'. Did you mean flux"),
         (("family", "flux1", "--modes", "layers"), "unknown mode 'layers'; allowed: none, torch-checkpoint, diffusers"),
+        (("family", "flux1", "--modes", "lyer"), "Did you mean 'layer'?"),
         (("synthetic", "--modes", "none,auto2"), "unknown mode 'auto2'; allowed: none"),
         (("synthetic", "--work", "16by4"), "work '16by4' is not allowed; expected BLOCKSxTOKENS, as in 16x4096"),
         (("synthetic", "--adapter", "lora,lokr"), "adapter 'lokr' is not allowed; allowed: frozen, lora, full"),
@@ -134,7 +135,10 @@ def test_all_modes_are_those_without_a_budget_unless_one_is_given() -> None:
             ("family", "flux1", "--modes", "layer", "--vram-budget", "8GiB"),
             "--vram-budget is for mode auto, and --modes layer is without it",
         ),
-        (("family", "flux1", "--vram-budget", "8"), "--vram-budget '8' is 8 bytes; allowed: a size such as 16GiB, or"),
+        (
+            ("family", "flux1", "--vram-budget", "8"),
+            "--vram-budget '8' is 8 bytes, below 1MiB; allowed: a size such",
+        ),
         (("synthetic", "--vram-budget", "8GiB,lots"), "--vram-budget 'lots' is not allowed; allowed: a size such as"),
         (("synthetic", "--vram-budget", ""), "--vram-budget '' is not allowed"),
         (("family", "flux1", "--modes", "auto", "--size", "tiny"), "where nothing tells what is free: give a --vram-"),

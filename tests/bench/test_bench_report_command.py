@@ -26,7 +26,7 @@ def bench() -> Callable[..., Any]:
 def test_a_report_is_written_beside_the_records(bench: Callable[..., Any], tmp_path: Path) -> None:
     result = bench("report", write(tmp_path, EVERY_STATE))
     assert result.exit_code == 0, result.stderr
-    assert "1 works, 10 cells: 3 results, 3 not run, 1 inert, 1 oom, 1 unsupported, 1 failed." in result.stdout
+    assert "1 work, 10 cells: 3 results, 3 not run, 1 inert, 1 oom, 1 unsupported, 1 failed." in result.stdout
     for name in ("report.md", "report.html", "images/frontier-sd3_medium.svg"):
         assert (tmp_path / "report" / name).is_file()
     *_, text, page, plots = result.stdout.splitlines()
@@ -80,7 +80,7 @@ def test_nothing_compared_is_exit_code_2(bench: Callable[..., Any], tmp_path: Pa
 
 def test_what_a_cpu_measured_is_told(bench: Callable[..., Any], tmp_path: Path) -> None:
     result = bench("report", write(tmp_path, [ok(size="tiny", machine={"card": None}), ok()]))
-    assert "1 of the works were measured on a CPU, where offload is simulated: they stand in no plot." in result.stdout
+    assert "Measured on a CPU, where offload is simulated, and in no plot: 1 of them." in result.stdout
 
 
 def test_json_is_one_object(bench: Callable[..., Any], tmp_path: Path) -> None:

@@ -110,7 +110,10 @@ def test_a_saved_plan_can_be_read(lowtide: Callable[..., Any], tmp_path: Path) -
     ("arguments", "message"),
     [
         (("--budget", "much"), "--budget 'much' is not allowed; allowed: a size such as 16GiB, or auto"),
-        (("--budget", "16"), "--budget '16' is 16 bytes; allowed: a size such as 16GiB, or auto. Did you mean 16GiB?"),
+        (
+            ("--budget", "16"),
+            "--budget '16' is 16 bytes, below 1MiB; allowed: a size such as 16GiB, or auto. Did you mean 16GiB?",
+        ),
         (("--budget", "8GiB", "--resolution", "1000"), "width 1000 is not allowed: this model takes a multiple of 16"),
         (("--budget", "8GiB", "--resolution", "1000"), "The nearest: 992 or 1008"),
         (("--budget", "8GiB", "--full", "--lora-rank", "8"), "--full trains all weights: leave out one of them"),
@@ -180,7 +183,7 @@ def test_the_usual_limit_on_cpu_memory_is_told(lowtide: Callable[..., Any]) -> N
             ("--budget", "4GiB"),
             ("quantised base weights, which are not planned for: of 3.9", "another card, of", "RTX 3060"),
         ),
-        (("--budget", "4.5GiB"), ("a smaller batch or resolution",)),
+        (("--budget", "4.5GiB"), ("a smaller batch or resolution", "a larger --budget: this card, RTX 4090, has 2")),
         (
             ("--budget", "22GiB", "--full"),
             ("a LoRA instead", "adamw-fused: an update", "--optimizer adamw-8bit: 18.9 GiB less, which is enough"),

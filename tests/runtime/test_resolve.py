@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel
 
+import lowtide
 from lowtide.families.row import Stack
 from lowtide.runtime.resolve import ResolvedStack, resolve
-from tests.runtime.toys import Chain, assert_same_as_plain
+from tests.runtime.toys import Chain, assert_equal, assert_same_as_plain, step
 
 WIDTH, ROWS = 16, 6
 TENSOR = WIDTH * ROWS * 4
@@ -251,8 +252,8 @@ class Turns(nn.Module):
         self.steps = nn.ModuleList([PreNorm(), Attention(), PreNorm(), Attention()])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for step in self.steps:
-            x = step(x)
+        for part in self.steps:
+            x = part(x)
         return x
 
 
@@ -311,3 +312,15 @@ def test_a_block_that_is_attention_alone_is_no_wrapper() -> None:
             self.attn = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
 
     assert found(Chain([Residual() for _ in range(2)])).row.attention == ("attn",)
+
+
+@pytest.mark.parametrize("backend", ["torch", "torch-ffn", "auto"])
+def test_a_sequential_of_blocks_is_a_stack_itself(backend: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(PreNorm() for _ in range(3))), torch.randn(ROWS, WIDTH)
+    plain = step(model, lambda: model(x))
+    budget = {"vram_budget": 2**30} if backend == "auto" else {}
+    with lowtide.attach(model, backend=backend, **budget) as handle:
+        assert_equal(step(model, lambda: model(x)), plain)
+        assert handle.receipt().totals["recompute_calls"] == (0 if backend == "auto" else 3)
+    assert type(model) is nn.Sequential

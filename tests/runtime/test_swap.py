@@ -134,6 +134,8 @@ def test_stacks_are_found_by_structure() -> None:
     assert len(stack.blocks) == 3
     assert stack.row.feed_forward == (("layer_norm2", "mlp"),)
     assert stack.row.attention == ("self_attn",)
+    (alone,) = resolve(nn.Sequential(*chain(3).blocks), None)
+    assert [path for path, _ in alone.blocks] == ["0", "1", "2"] and alone.name == "Sequential"
     with pytest.raises(UnsupportedError, match="no block stack was found"):
         resolve(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), None)
 

@@ -54,6 +54,7 @@ def test_it_learns_exactly_what_every_setting_learns(
     off = report["settings"][0]
     assert off["keys"]["gradient_checkpointing"] is False and ran["held_bytes"] < off["held_bytes"]
     assert any("exactly those of the plan that auto chose" in line for line in result_lines(report))
+    assert any("auto was still measuring, so no plan is written" in line for line in result_lines(report))
 
 
 def test_where_the_plain_run_fits_nothing_is_recomputed(train: Train) -> None:

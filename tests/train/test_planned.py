@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lowtide.auto.measuring import MOST_STEPS
 from lowtide.errors import ConfigError
 from lowtide.plan.costs import BlockKind, LinkRates, StepCosts, TreatmentCost
 from lowtide.plan.saved_plan import load_plan, save_plan
@@ -15,7 +16,7 @@ from lowtide.testing import cpu_offload
 from lowtide.train.report import result_lines, setting_name
 from tests.train.test_auto import AUTO, Train, least_bytes
 
-LONG = {"max_train_steps": 40, "checkpoint_step_interval": 40}
+LONG = {"max_train_steps": MOST_STEPS + 2, "checkpoint_step_interval": MOST_STEPS + 2}
 """More steps than auto measures."""
 PLANNED = AUTO | {"gradient_checkpointing_backend": None}
 
@@ -30,6 +31,7 @@ def test_what_auto_came_to_is_where_another_run_begins(
     least = least_bytes(train, output_dir=str(output / "too-small"), **own)
     found = train(**AUTO | own, vram_budget=least + least // 50)
     assert found is not None
+    assert not any("still measuring" in line for line in result_lines(found))
     file, learned = Path(found["files"]["plan"]), numbers(output)
     told = load_plan(file).conditions
     assert (told["model"], told["trained"], told["resolution"]) == ("Flux.1", "LoRA 4", "96")
