@@ -36,7 +36,7 @@ the memory of each block is to be seen."""
 
 _TRIED = {True: "tried for some steps, from measured times", False: "tried for some steps, with nothing moving"}
 _ONCE_MORE, _FIXED = "tried for some steps, once more", "tried for some steps, as one setting for all blocks"
-_LAST, _AGAIN = "tried for some steps, from what all of these took", "the quickest so far, once more"
+_LAST, _AGAIN = "tried for some steps, from what all of these took", "run once more before one stays"
 _MOST_FIXED = 2
 _TIMED = 3
 """Steps under one schedule that count, by their median: on a busy host single ones are late by a tenth. The first under
@@ -199,7 +199,8 @@ def _try(planner: Planner, plan: Plan) -> Generator[bool, Probed | None, _Tried]
     most_bytes = max(probed.peak_bytes or 0 for probed in seen)
     peak = f" and {format_bytes(most_bytes)}" if most_bytes else ""
     _log.info("auto: a step takes %.0f ms%s (predicted: %.0f ms)", step_ms, peak, plan.prediction.step_ms)
-    planner.learn_step(plan, step_ms)
+    noise_ms = statistics.stdev(times_ms) / math.sqrt(len(times_ms)) if len(times_ms) > 1 else 0.0
+    planner.learn_step(plan, step_ms, noise_ms)
     reserved_bytes = max(probed.reserved_bytes or 0 for probed in seen)
     is_crowded = sum(probed.retries > 0 for probed in seen) >= _CROWDED
     if is_crowded:

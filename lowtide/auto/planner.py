@@ -245,11 +245,11 @@ class Planner:
         assert self._lying is not None
         return max(0, self._now_bytes + self._lying.to_come_bytes() + self._shared_bytes + error_bytes)
 
-    def learn_step(self, plan: Plan, step_ms: float) -> None:
+    def learn_step(self, plan: Plan, step_ms: float, noise_ms: float = 0.0) -> None:
         """Correct times by what whole steps took, this one and those before it. What nothing explains of this one is
-        outside of blocks."""
+        outside of blocks. noise_ms: by how much it may well be off."""
         self._trials = self._trials or Trials(self._known)
-        self._trials.add(assignment_of(self._trials.timed, plan.schedule), step_ms)
+        self._trials.add(assignment_of(self._trials.timed, plan.schedule), step_ms, noise_ms)
         costs = self._trials.applied(self._known)
         error_ms = step_ms - predict_step(costs, assignment_of(costs, plan.schedule)).step_ms
         self.costs = replace(costs, other_ms=max(0.0, costs.other_ms + error_ms))

@@ -40,7 +40,7 @@ class Limits:
 class Relaxed:
     """Rows of the program, of n runs: the blocks of each; what is held at the end of each, the smallest working set
     included; its copies; bytes in CPU memory; what runs last; copies left from each run but the last to the next; what
-    is demanded of some block. Bytes are in parts of their limits.
+    is demanded of some block. Bytes are in parts of their limits, or of what is missing.
 
     Working sets in the midst of a run are limited only where a choice is known to be made (``up_to``).
     """
@@ -68,12 +68,12 @@ class Relaxed:
             row = 2 * count + number
             costs.append(0.0)
             columns.append({row: -1.0, row + 1: 1.0, 3 * count + 2 + number: 1.0})  # left to the next run
-        held = [1 - self._least_working(run) / self._room_bytes for run in self.runs[:-1]]
+        held = [self._room - self._least_working(run) / self._unit_bytes for run in self.runs[:-1]]
         copies = [-limits.start_ms, *[0.0] * (count - 1)]
         rows = [
             *(float(run.depth) for run in self.runs),
             *held,
-            1.0,
+            self._room,
             *copies,
             1.0,
             1.0,
@@ -96,8 +96,14 @@ class Relaxed:
         ]
 
     @property
-    def _room_bytes(self) -> int:
-        return max(1, self.limits.room_bytes)
+    def _unit_bytes(self) -> int:
+        """That a program counts in, so that its figures are near 1."""
+        return max(1, abs(self.limits.room_bytes))
+
+    @property
+    def _room(self) -> float:
+        """None, or below 0, where gradients that are not there yet leave theirs."""
+        return self.limits.room_bytes / self._unit_bytes
 
     def _least_working(self, run: RunWays) -> int:
         return min((way.working for way in run.ways), default=0)
@@ -106,19 +112,20 @@ class Relaxed:
         number, way, last = choice
         count, cpu_bytes = len(self.runs), self.limits.cpu_bytes
         taken = {number: float(way.blocks), 2 * count + number: way.out_ms}
-        taken |= dict.fromkeys(range(count + number, 2 * count), way.kept / self._room_bytes)
+        taken |= dict.fromkeys(range(count + number, 2 * count), way.kept / self._unit_bytes)
         taken[3 * count] = 0.0 if cpu_bytes is None else way.cpu / max(1, cpu_bytes)
         if last:
-            taken[count + number] += way.working / self._room_bytes
+            taken[count + number] += way.working / self._unit_bytes
             taken[3 * count + 1] = 1.0
         return taken
 
     def up_to(self, column: int) -> tuple[dict[int, float], float]:
-        """What is held while a choice is worked on, and how much may be: in parts of the room."""
-        chosen = self.choices[column]
-        before = [number for number, choice in enumerate(self.choices[: column + 1]) if not choice.last]
-        taken = {number: self.choices[number].way.kept / self._room_bytes for number in before}
-        return taken, 1 - chosen.way.working / self._room_bytes
+        """What is held while a choice is worked on that is made, and how much may be: in parts of the unit. At the last
+        of its blocks; at the first where each of them takes gradients' room off."""
+        way = self.choices[column].way
+        before = [number for number, choice in enumerate(self.choices[: column + (way.kept >= 0)]) if not choice.last]
+        taken = {number: self.choices[number].way.kept / self._unit_bytes for number in before}
+        return taken, self._room - (way.working + min(0, way.kept)) / self._unit_bytes
 
     def crowded(self, values: Mapping[int, float]) -> tuple[dict[int, float], float] | None:
         """What is held and worked on at the choice where an answer has the most too much of it; None: nowhere.
@@ -130,9 +137,9 @@ class Relaxed:
         for column, (number, way, last) in enumerate(self.choices):
             if last:
                 continue
-            held += values.get(column, 0.0) * way.kept / self._room_bytes
+            held += values.get(column, 0.0) * way.kept / self._unit_bytes
             share = sum(values.get(other, 0.0) * self.choices[other].way.blocks for other in self._need_as_much[column])
-            excess = held + share / self.runs[number].depth * way.working / self._room_bytes - 1
+            excess = held + share / self.runs[number].depth * way.working / self._unit_bytes - self._room
             if excess > most:
                 most, found = excess, column
         return None if found is None else self._shared(found)
@@ -151,11 +158,12 @@ class Relaxed:
 
     def _shared(self, column: int) -> tuple[dict[int, float], float]:
         number, way, _ = self.choices[column]
-        taken, _ = self.up_to(column)
-        share = way.working / self._room_bytes / self.runs[number].depth
+        before = [other for other, choice in enumerate(self.choices[: column + 1]) if not choice.last]
+        taken = {other: self.choices[other].way.kept / self._unit_bytes for other in before}
+        share = way.working / self._unit_bytes / self.runs[number].depth
         for other in self._need_as_much[column]:
             taken[other] += share * self.choices[other].way.blocks
-        return taken, 1.0
+        return taken, self._room
 
     def first_beyond(self, counts: Sequence[int]) -> int | None:
         """The first choice that does not fit in what those before it leave, of so many of each."""

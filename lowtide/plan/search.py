@@ -54,6 +54,11 @@ class Cut(NamedTuple):
     at_most: bool
     count: int
 
+    @property
+    def chooses(self) -> bool:
+        """Whether some block has the choice for certain."""
+        return not self.at_most and self.count > 0
+
 
 class Branch(NamedTuple):
     """Some of the choices of a program. tableau: of the program without the cuts."""
@@ -156,8 +161,8 @@ class Search:
         for cut in cuts:
             sign = 1 if cut.at_most else -1
             tableau = self._counted(tableau.limited({cut.column: sign}, sign * cut.count))
-            chosen = {other.column for other in known if not other.at_most}
-            if not cut.at_most and cut.column not in chosen and not relaxed.choices[cut.column].last:
+            chosen = {other.column for other in known if other.chooses}
+            if cut.chooses and cut.column not in chosen and not relaxed.choices[cut.column].last:
                 tableau = self._counted(tableau.limited(*relaxed.up_to(cut.column)))
         return tableau
 
@@ -178,7 +183,7 @@ def _ways_to_part(branch: Branch, tableau: Tableau) -> list[list[tuple[Cut, ...]
         return [_around(column, math.floor(values[column])) for column in broken]
     counts = _whole(branch, tableau)
     beyond = branch.relaxed.first_beyond(counts)
-    chosen = {cut.column for cut in branch.cuts if not cut.at_most}
+    chosen = {cut.column for cut in branch.cuts if cut.chooses}
     if beyond is not None and beyond not in chosen and not branch.relaxed.choices[beyond].last:
         return [_around(beyond, 0)]
     return [] if branch.relaxed.fits(counts) else [_rounded(branch, counts)]

@@ -21,7 +21,7 @@ _PRIORS = {_OUTSIDE: 0.02, FFN: 0.3, SELECTIVE: 0.3, WHOLE: 0.2, _COPIES: 0.15}
 """By how much each may well be off: of a plain step; of what the treatment adds; of the time of copies on the link,
 though nobody waits for them (they share the device's memory with the computation)."""
 _NOISE = 0.01
-"""Of a step's time, that another one of the same takes more or less."""
+"""Of a step's time, that another one of the same takes more or less, at least."""
 
 
 @dataclass
@@ -33,8 +33,9 @@ class Trials:
     _errors_ms: list[float] = field(default_factory=list)
     _noise_ms: list[float] = field(default_factory=list)
 
-    def add(self, assignment: Assignment, step_ms: float) -> None:
-        """assignment: of the costs as they were timed."""
+    def add(self, assignment: Assignment, step_ms: float, noise_ms: float = 0.0) -> None:
+        """assignment: of the costs as they were timed. noise_ms: by how much its time may well be off, as far as that
+        was seen."""
         made = predict_step(self.timed, assignment)
         added = dict.fromkeys(_PRIORS, 0.0)
         for cost in (cost for costs in assignment.values() for cost in costs):
@@ -44,7 +45,7 @@ class Trials:
         added[_COPIES] = 0.0 if self.timed.link is None else self.timed.link.out_ms(made.copied_bytes)
         self._rows.append(list(added.values()))
         self._errors_ms.append(step_ms - made.step_ms)
-        self._noise_ms.append(_NOISE * step_ms)
+        self._noise_ms.append(max(_NOISE * step_ms, noise_ms))
 
     def applied(self, costs: StepCosts) -> StepCosts:
         """These costs, with times as all steps so far have them. Of ``costs`` only the bytes count."""

@@ -85,6 +85,23 @@ def test_it_is_the_best_where_what_runs_last_has_a_relief(costs: StepCosts, shar
     assert made.added_ms == pytest.approx(best_ms, rel=1e-6, abs=1e-6)
 
 
+@settings(deadline=None, max_examples=150)
+@given(st.one_of(steps(5), relieved_steps()), st.floats(0, 0.3), st.integers(1, 60))
+def test_it_is_the_best_where_gradients_leave_their_room_until_they_come(
+    costs: StepCosts, share: float, gradient_bytes: int
+) -> None:
+    costs = costs.with_gradients(dict.fromkeys(list(costs.kinds)[::2], gradient_bytes))
+    every = [prediction for _, prediction in every_assignment(costs)]
+    least, most = smallest_peak(costs).peak_bytes, max(made.peak_bytes for made in every)
+    for budget_bytes in (least, int(least + share * (most - least))):
+        found = quickest(costs, budget_bytes, 1e9)
+        best_ms = min(made.added_ms for made in every if made.peak_bytes <= budget_bytes)
+        assert found.within_ms == 0 and found.assignment is not None
+        made = predict_step(costs, found.assignment)
+        assert made.peak_bytes <= budget_bytes
+        assert made.added_ms == pytest.approx(best_ms, rel=1e-6, abs=1e-6)
+
+
 @settings(deadline=None, max_examples=200)
 @given(steps())
 def test_the_smallest_peak_is_that_of_all_assignments(costs: StepCosts) -> None:
@@ -121,6 +138,21 @@ def test_the_schedule_is_what_was_predicted(costs: StepCosts, more_bytes: int) -
 
 
 # ---------------------------------------------------------------------- by hand
+
+
+def test_it_is_the_best_where_gradients_that_are_not_there_yet_leave_all_the_room() -> None:
+    def made(treatment: str, extra_ms: float = 0.0, kept: int = 0, working: int = 0, gradient: int = 30):
+        return TreatmentCost(
+            treatment, extra_backward_ms=extra_ms, kept_bytes=kept, working_bytes=working, gradient_bytes=gradient
+        )
+
+    large = BlockKind(0.0, 0.0, (made(KEPT, working=30), made(WHOLE, 1.0)))
+    small = BlockKind(0.0, 0.0, (made(KEPT, working=1, gradient=0), made(FFN, kept=1, gradient=0)))
+    costs = StepCosts({"a": large, "b": small}, {"blocks": ("a", "b", "a", "a")}, resident_bytes=90)
+    for budget_bytes, added_ms in ((90, 1.0), (119, 1.0), (120, 0.0)):
+        found = quickest(costs, budget_bytes, 1e9)
+        assert found.assignment is not None and found.within_ms == 0
+        assert predict_step(costs, found.assignment).added_ms == added_ms
 
 
 def test_the_last_blocks_are_kept() -> None:

@@ -64,6 +64,15 @@ def test_bytes_are_those_of_now() -> None:
         )
 
 
+def test_a_step_that_took_another_time_each_time_says_less() -> None:
+    def learnt_ms(noise_ms: float) -> float:
+        trials = Trials(TIMED)
+        trials.add(of(TIMED, 0, 0, 12, 0), 1.2 * step_ms(TIMED, 0, 0, 12, 0), noise_ms)
+        return step_ms(trials.applied(TIMED), 0, 0, 12, 0) - step_ms(TIMED, 0, 0, 12, 0)
+
+    assert learnt_ms(0.0) == learnt_ms(0.001) > learnt_ms(10.0) > learnt_ms(100.0) > 0
+
+
 def test_steps_of_several_plans_tell_which_treatment_was_timed_wrongly() -> None:
     true = taking(TIMED, selective=0.6)
     trials = Trials(TIMED)
