@@ -261,7 +261,10 @@ class AutoHandle(Attachment):
     def _new_planner(self) -> Planner:
         can_move = can_offload(self._device)
         size_bytes = budget_bytes(self.config.vram_budget)
-        return Planner(self._root, self._rows, self._device, size_bytes, self.config.offload_min_bytes, can_move)
+        planner = Planner(self._root, self._rows, self._device, size_bytes, self.config.offload_min_bytes, can_move)
+        if self._updated:  # before the first forward
+            planner.note_update()
+        return planner
 
     def take(self, plan: Plan, settled: bool) -> None:
         """For ``measuring``."""

@@ -220,6 +220,16 @@ def test_an_update_of_this_model_is_noticed_and_nobody_elses() -> None:
         assert handle._planner._lying.updated
 
 
+def test_an_update_before_the_first_forward_is_noticed() -> None:
+    model, x = dropping(), torch.randn(256, 64)
+    model(x).sum().backward()
+    with attached(model, 2**34) as handle:
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        step(model, lambda: model(x))
+        assert handle._planner is not None and handle._planner._lying is not None
+        assert handle._planner._lying.updated
+
+
 def by_call(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x)
 
