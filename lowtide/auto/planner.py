@@ -56,7 +56,7 @@ class Planner:
     """The costs of one model's step. rows: of its stacks. can_move: whether there is where to offload to.
 
     card: the device's figures, once they are asked for. spare_bytes: what PyTorch reserves beyond what tensors take,
-    the most of all steps; tried_spare_bytes: of those under plans that were made from measured times.
+    the most of all steps.
     ceiling_bytes: what a plan may take since a step ran out of memory; None: none has.
     """
 
@@ -69,7 +69,6 @@ class Planner:
     costs: StepCosts | None = None
     card: Card | None = None
     spare_bytes: int = 0
-    tried_spare_bytes: int | None = None
     ceiling_bytes: int | None = None
     _lying: Lying | None = None
     _now_bytes: int = 0
@@ -112,7 +111,7 @@ class Planner:
         self._gradients = block_gradients(self.model, stacks, self.costs.stacks)
         self.costs = self.costs.with_gradients(self._late_gradients)
         self._error_bytes, self._corrected, self._trials = 0, None, None
-        self._untimed, self.tried_spare_bytes, self._seen = None, None, []
+        self._untimed, self._seen = None, []
 
     def begin_step(self) -> None:
         """Before each further step that is planned or watched: see what lies on the device by now."""
@@ -158,7 +157,7 @@ class Planner:
 
     def fixed_plans(self) -> list[Plan]:
         """The fixed settings that fit; the quickest by what is known first."""
-        spare_bytes = self._tried_spare_bytes
+        spare_bytes = self._like_spare_bytes
         return fixed_plans(self._known, self._left_bytes(self._known, spare_bytes, _MARGIN, _LEAST_MARGIN_BYTES))
 
     def as_it_ran(self, plan: Plan) -> Plan:
@@ -227,9 +226,7 @@ class Planner:
         most_bytes = max(_MOST_SPARE_BYTES, int(_MOST_SPARE * self.budget_bytes))
         spare_bytes = min(most_bytes, probed.reserved_bytes - probed.peak_bytes)
         self.spare_bytes = max(self.spare_bytes, spare_bytes)
-        self._seen.append(_Seen(schedule, self._began_without, probed.peak_bytes - lying_bytes))
-        if self._untimed is not None:
-            self.tried_spare_bytes = max(self.tried_spare_bytes or 0, spare_bytes)
+        self._seen.append(_Seen(schedule, self._began_without, probed.peak_bytes - lying_bytes, spare_bytes))
         self._settle()
 
     def _as_the_step_began(self, costs: StepCosts) -> StepCosts:
@@ -288,14 +285,15 @@ class Planner:
     def _most_like_bytes(self, costs: StepCosts) -> int:
         """What a plan may take that is like those that were tried, and takes as much less than predicted as all those
         did."""
-        spare_bytes, less_bytes = self._tried_spare_bytes, self._less_bytes
-        return self._left_bytes(costs, spare_bytes, _LIKE_MARGIN, _LEAST_LIKE_MARGIN_BYTES, less_bytes)
+        margin = _LIKE_MARGIN, _LEAST_LIKE_MARGIN_BYTES
+        return self._left_bytes(costs, self._like_spare_bytes, *margin, self._less_bytes)
 
     @property
     def _less_bytes(self) -> int:
         """How much less than predicted, by what is known now, activations took under all plans that were tried."""
-        tried = self._seen[self._untimed :] if self._untimed is not None else []
-        less = (self._activation_bytes(seen.schedule, seen.began_without) - seen.activation_bytes for seen in tried)
+        less = (
+            self._activation_bytes(seen.schedule, seen.began_without) - seen.activation_bytes for seen in self._tried
+        )
         return max(0, min(less, default=0))
 
     def _activation_bytes(self, schedule: Schedule, begins_without: bool) -> int:
@@ -323,8 +321,19 @@ class Planner:
         return reserved_bytes > max(0, within_pages(self.device, self.budget_bytes) - 2 * PAGE_BYTES)
 
     @property
-    def _tried_spare_bytes(self) -> int:
-        return self.spare_bytes if self.tried_spare_bytes is None else self.tried_spare_bytes
+    def _tried(self) -> Sequence["_Seen"]:
+        """Steps under plans that were made from measured times."""
+        return self._seen[self._untimed :] if self._untimed is not None else ()
+
+    @property
+    def tried_spare_bytes(self) -> int | None:
+        """What was reserved beyond tensors in those alone, the most; None: there is none."""
+        return max((seen.spare_bytes for seen in self._tried), default=None)
+
+    @property
+    def _like_spare_bytes(self) -> int:
+        tried_bytes = self.tried_spare_bytes
+        return self.spare_bytes if tried_bytes is None else tried_bytes
 
     def _left_bytes(
         self, costs: StepCosts, spare_bytes: int, share: float, least_bytes: int, less_bytes: int = 0
@@ -358,11 +367,13 @@ class Planner:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A step under a schedule. began_without: gradients. activation_bytes: its peak above what lay there throughout."""
+    """A step under a schedule. began_without: gradients. activation_bytes: its peak above what lay there throughout.
+    spare_bytes: what was reserved beyond that peak."""
 
     schedule: Schedule
     began_without: bool
     activation_bytes: int
+    spare_bytes: int
 
 
 def in_short(plan: Plan, budget_bytes: int) -> str:

@@ -123,9 +123,12 @@ class Relaxed:
         """What is held while a choice is worked on that is made, and how much may be: in parts of the unit. At the last
         of its blocks; at the first where each of them takes gradients' room off."""
         way = self.choices[column].way
-        before = [number for number, choice in enumerate(self.choices[: column + (way.kept >= 0)]) if not choice.last]
-        taken = {number: self.choices[number].way.kept / self._unit_bytes for number in before}
-        return taken, self._room - (way.working + min(0, way.kept)) / self._unit_bytes
+        limit = self._room - (way.working + min(0, way.kept)) / self._unit_bytes
+        return self._held_before(column + (way.kept >= 0)), limit
+
+    def _held_before(self, column: int) -> dict[int, float]:
+        choices = enumerate(self.choices[:column])
+        return {number: choice.way.kept / self._unit_bytes for number, choice in choices if not choice.last}
 
     def crowded(self, values: Mapping[int, float]) -> tuple[dict[int, float], float] | None:
         """What is held and worked on at the choice where an answer has the most too much of it; None: nowhere.
@@ -158,8 +161,7 @@ class Relaxed:
 
     def _shared(self, column: int) -> tuple[dict[int, float], float]:
         number, way, _ = self.choices[column]
-        before = [other for other, choice in enumerate(self.choices[: column + 1]) if not choice.last]
-        taken = {other: self.choices[other].way.kept / self._unit_bytes for other in before}
+        taken = self._held_before(column + 1)
         share = way.working / self._unit_bytes / self.runs[number].depth
         for other in self._need_as_much[column]:
             taken[other] += share * self.choices[other].way.blocks

@@ -13,7 +13,7 @@ from lowtide.plan import modes
 from lowtide.plan.assignment import assignment_of
 from lowtide.plan.costs import BlockKind, LinkRates, StepCosts, TreatmentCost
 from lowtide.plan.optimum import quickest
-from lowtide.plan.predict_step import predict_step
+from lowtide.plan.predict_step import StepPrediction, predict_step
 from lowtide.plan.schedule import ATTENTION, BOUNDARY, FFN, KEPT, SAVED, SELECTIVE, WHOLE
 from lowtide.plan.solve import smallest_peak, solve
 from tests.plan.chains import LINK, every_assignment, limited_steps, most_waiting, relieved_steps, steps
@@ -41,6 +41,17 @@ def _step(depth: int, *treatments: TreatmentCost, rate: float | None = None, **m
 # ---------------------------------------------------------------------- against every assignment
 
 
+def _quickest_is_the_best(costs: StepCosts, every: list[StepPrediction], budget_bytes: int) -> StepPrediction:
+    """every: of all assignments. Returns what was found."""
+    found = quickest(costs, budget_bytes, 1e9)
+    best_ms = min(made.added_ms for made in every if made.peak_bytes <= budget_bytes)
+    assert found.within_ms == 0 and found.assignment is not None
+    made = predict_step(costs, found.assignment)
+    assert made.peak_bytes <= budget_bytes
+    assert made.added_ms == pytest.approx(best_ms, rel=1e-6, abs=1e-6)
+    return made
+
+
 @settings(deadline=None, max_examples=300)
 @given(steps(), st.floats(0, 1))
 def test_the_plan_is_the_best_of_all_assignments(costs: StepCosts, share: float) -> None:
@@ -61,13 +72,8 @@ def test_it_is_the_best_of_all_that_cpu_memory_allows(costs: StepCosts, share: f
     every = [prediction for _, prediction in every_assignment(costs)]
     least, most = (pick(made.peak_bytes for made in every) for pick in (min, max))
     assert smallest_peak(costs).peak_bytes == least
-    budget_bytes = int(least + share * (most - least))
-    found = quickest(costs, budget_bytes, 1e9)
-    best_ms = min(made.added_ms for made in every if made.peak_bytes <= budget_bytes)
-    assert found.within_ms == 0 and found.assignment is not None
-    made = predict_step(costs, found.assignment)
-    assert made.peak_bytes <= budget_bytes and made.cpu_bytes <= (costs.host_limit_bytes or 0)
-    assert made.added_ms == pytest.approx(best_ms, rel=1e-6, abs=1e-6)
+    made = _quickest_is_the_best(costs, every, int(least + share * (most - least)))
+    assert made.cpu_bytes <= (costs.host_limit_bytes or 0)
 
 
 @settings(deadline=None, max_examples=200)
@@ -76,13 +82,7 @@ def test_it_is_the_best_where_what_runs_last_has_a_relief(costs: StepCosts, shar
     every = [prediction for _, prediction in every_assignment(costs)]
     least, most = smallest_peak(costs).peak_bytes, max(made.peak_bytes for made in every)
     assert least >= min(made.peak_bytes for made in every)
-    budget_bytes = int(least + share * (most - least))
-    found = quickest(costs, budget_bytes, 1e9)
-    best_ms = min(made.added_ms for made in every if made.peak_bytes <= budget_bytes)
-    assert found.within_ms == 0 and found.assignment is not None
-    made = predict_step(costs, found.assignment)
-    assert made.peak_bytes <= budget_bytes
-    assert made.added_ms == pytest.approx(best_ms, rel=1e-6, abs=1e-6)
+    _quickest_is_the_best(costs, every, int(least + share * (most - least)))
 
 
 @settings(deadline=None, max_examples=150)
@@ -94,12 +94,7 @@ def test_it_is_the_best_where_gradients_leave_their_room_until_they_come(
     every = [prediction for _, prediction in every_assignment(costs)]
     least, most = smallest_peak(costs).peak_bytes, max(made.peak_bytes for made in every)
     for budget_bytes in (least, int(least + share * (most - least))):
-        found = quickest(costs, budget_bytes, 1e9)
-        best_ms = min(made.added_ms for made in every if made.peak_bytes <= budget_bytes)
-        assert found.within_ms == 0 and found.assignment is not None
-        made = predict_step(costs, found.assignment)
-        assert made.peak_bytes <= budget_bytes
-        assert made.added_ms == pytest.approx(best_ms, rel=1e-6, abs=1e-6)
+        _quickest_is_the_best(costs, every, budget_bytes)
 
 
 @settings(deadline=None, max_examples=200)
