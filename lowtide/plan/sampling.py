@@ -18,6 +18,8 @@ _T = TypeVar("_T")
 SAMPLED = (KEPT, FFN, SELECTIVE, WHOLE)
 """What takes a time of its own; what moves beside it does not change that."""
 _MOST_A_TREATMENT = 3
+_AT_EASE = 0.5
+"""Of a block's time, that its copies may take where it is timed: by forecast, which may be wrong."""
 _PLAIN_RATIO = "plain"
 
 
@@ -32,7 +34,8 @@ class Sample:
 
 
 def sampling(costs: StepCosts, budget_bytes: int) -> Assignment | None:
-    """Whole blocks, and on some blocks of each kind one of the other treatments each, as far as they fit.
+    """Whole blocks, and on some blocks of each kind one of the other treatments each, as far as they fit: with what
+    they keep in CPU memory, where that makes them and nobody waits for it.
 
     Where whole blocks do not fit, all that is saved moves instead; None where that does not fit either.
     """
@@ -41,11 +44,12 @@ def sampling(costs: StepCosts, budget_bytes: int) -> Assignment | None:
     chosen = next((base for base in bases if _fits(costs, base, budget_bytes)), None)
     if chosen is None:
         return None
-    for stack, index, cost in _wanted(costs):
+    for stack, index, ways in _wanted(costs):
         before = chosen[stack][index]
-        chosen[stack][index] = cost
-        if not _fits(costs, chosen, budget_bytes):
-            chosen[stack][index] = before
+        for cost in (*ways, before):
+            chosen[stack][index] = cost
+            if cost is before or _fits(costs, chosen, budget_bytes):
+                break
     return _assignment(costs, chosen)
 
 
@@ -118,6 +122,9 @@ class _Samples:
             for key, group in groups.items()
         }
         self._ratios: dict[str, float] = {}
+        self._inferred = {
+            name: found for name, kind in costs.kinds.items() if (found := self._without_extra(name, kind))
+        }
         for name in (_PLAIN_RATIO, *SAMPLED[1:]):
             self._ratios[name] = self._ratio(costs, name)
 
@@ -128,7 +135,21 @@ class _Samples:
 
     def _plain(self, name: str, kind: BlockKind) -> tuple[float, float]:
         ratio = self._ratios[_PLAIN_RATIO]
-        return self._median.get((name, KEPT), (kind.forward_ms * ratio, kind.backward_ms * ratio))
+        return self._inferred.get(name, (kind.forward_ms * ratio, kind.backward_ms * ratio))
+
+    def _without_extra(self, name: str, kind: BlockKind) -> tuple[float, float] | None:
+        """Forward and backward of the plain block. Where only recomputed ones were seen: their forward is the plain
+        one, and what they compute again in backward takes as much longer than forecast as forward does, on average."""
+        if (name, KEPT) in self._median:
+            return self._median[name, KEPT]
+        extra_ms = {cost.treatment: cost.extra_ms for cost in kind.treatments if cost.blocks == 1}
+        seen = {treatment: self._median[name, treatment] for treatment in extra_ms if (name, treatment) in self._median}
+        if not seen or kind.forward_ms <= 0:
+            return None
+        forward_ms = statistics.mean(forward_ms for forward_ms, _ in seen.values())
+        slower = forward_ms / kind.forward_ms
+        backward_ms = statistics.mean(ms - slower * extra_ms[treatment] for treatment, (_, ms) in seen.items())
+        return forward_ms, max(0.0, backward_ms)
 
     def _treated(self, name: str, kind: BlockKind, cost: TreatmentCost) -> TreatmentCost:
         if cost.treatment == KEPT:
@@ -158,8 +179,8 @@ class _Samples:
     def _pairs(self, costs: StepCosts, what: str) -> Iterator[tuple[float, float]]:
         for name, kind in costs.kinds.items():
             if what == _PLAIN_RATIO:
-                if (name, KEPT) in self._median:
-                    yield kind.forward_ms + kind.backward_ms, sum(self._median[name, KEPT])
+                if name in self._inferred:
+                    yield kind.forward_ms + kind.backward_ms, sum(self._inferred[name])
                 continue
             expected = next(
                 (cost.extra_ms for cost in kind.treatments if (cost.treatment, cost.blocks) == (what, 1)), None
@@ -208,17 +229,37 @@ def _each(costs: StepCosts, of: Callable[[BlockKind], TreatmentCost]) -> dict[st
     return {name: [of(costs.kinds[kind]) for kind in kinds] for name, kinds in costs.stacks.items()}
 
 
-def _wanted(costs: StepCosts) -> Iterator[tuple[str, int, TreatmentCost]]:
-    """Blocks of each kind for the treatments other than whole, in turns, each up to a few times."""
+def _wanted(costs: StepCosts) -> Iterator[tuple[str, int, Sequence[TreatmentCost]]]:
+    """Blocks of each kind for the treatments other than whole, in turns, each up to a few times: with nothing moved,
+    and with ever more."""
     members: dict[str, list[tuple[str, int]]] = {}
     for stack, kinds in costs.stacks.items():
         for index, kind in enumerate(kinds):
             members.setdefault(kind, []).append((stack, index))
     for name, blocks in members.items():
-        costs_of = [c for t in SAMPLED[:-1] if (c := costs.kinds[name].by_way.get((t, frozenset(), 1))) is not None]
-        rounds = min(_MOST_A_TREATMENT, max(1, len(blocks) // (len(costs_of) + 1)))
-        spread = _spread(blocks, rounds * len(costs_of))
-        yield from ((*block, costs_of[place % len(costs_of)]) for place, block in enumerate(spread))
+        ways_of = [ways for t in SAMPLED[:-1] if (ways := _ways(costs, name, t))]
+        rounds = min(_MOST_A_TREATMENT, max(1, len(blocks) // (len(ways_of) + 1)))
+        spread = _spread(blocks, rounds * len(ways_of))
+        yield from ((*block, ways_of[place % len(ways_of)]) for place, block in enumerate(spread))
+
+
+def _ways(costs: StepCosts, name: str, treatment: str) -> Sequence[TreatmentCost]:
+    """Of one block under a treatment, those that copy least first, and no more than hides behind it with ease. None
+    without one for what runs last."""
+    kind = costs.kinds[name]
+    if (treatment, frozenset(), 1) not in kind.by_way:
+        return []
+    able = (cost for cost in kind.treatments if (cost.treatment, cost.blocks) == (treatment, 1))
+    hidden = (cost for cost in able if not cost.moves or _hides(kind, cost, costs.link))
+    return sorted(hidden, key=lambda cost: (cost.copied_bytes, len(cost.moves)))
+
+
+def _hides(kind: BlockKind, cost: TreatmentCost, link: LinkRates | None) -> bool:
+    return (
+        link is not None
+        and link.out_ms(cost.copied_bytes) <= _AT_EASE * kind.forward_ms
+        and link.back_ms(cost.copied_bytes) <= _AT_EASE * kind.backward_ms
+    )
 
 
 def _spread(blocks: Sequence[tuple[str, int]], count: int) -> Iterable[tuple[str, int]]:

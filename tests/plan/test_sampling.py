@@ -73,6 +73,19 @@ def test_a_tight_budget_leaves_out_what_does_not_fit() -> None:
     assert counted.count(WHOLE) > 11
 
 
+def test_what_fits_only_with_what_it_keeps_in_cpu_memory_is_sampled_so() -> None:
+    moving = TreatmentCost(SELECTIVE, MOVED, extra_backward_ms=3.0, cpu_bytes=3, working_bytes=11, copied_bytes=3)
+    a = COSTS.kinds["a"]
+    costs = replace(COSTS, kinds={**COSTS.kinds, "a": replace(a, treatments=(*a.treatments, moving))})
+    made, before = sampling(costs, 116), sampling(COSTS, 116)
+    assert made is not None and before is not None
+    assert made["s"].count(moving) == 3 and all(cost.treatment == WHOLE for cost in before["s"])
+    slow = replace(costs, link=LinkRates(3 / 2**30 * 1000 / 2.1, 1.0))  # its copy takes more than half of a forward
+    assert sampling(slow, 116) == sampling(replace(COSTS, link=slow.link), 116)
+    still = sampling(replace(costs, link=None), 10_000)
+    assert still is not None and not any(cost.moves for chosen in still.values() for cost in chosen)
+
+
 def test_where_whole_blocks_do_not_fit_all_that_is_saved_moves() -> None:
     moving = TreatmentCost(KEPT, frozenset({SAVED}), cpu_bytes=4, working_bytes=2, copied_bytes=4)
     kinds = {}
@@ -131,6 +144,20 @@ def test_what_was_not_sampled_is_corrected_as_like_things_turned_out() -> None:
     assert b.by_way[WHOLE, frozenset(), 2].extra_ms == pytest.approx(3 * 4.0)
     assert b.by_way[SELECTIVE, frozenset(), 1].extra_ms == pytest.approx(2 * 1.6)  # as slow as plain blocks
     assert learnt.link is None
+
+
+@pytest.mark.parametrize("seen", [(WHOLE,), (SELECTIVE,), (WHOLE, SELECTIVE), (FFN, WHOLE, SELECTIVE)])
+def test_where_no_plain_block_ran_its_time_is_what_the_others_took_without_recomputation(seen: tuple[str, ...]) -> None:
+    """All is three times slower than forecast: nothing else would explain what was seen."""
+    a = COSTS.kinds["a"]
+    extra_ms = {treatment: a.by_way[treatment, frozenset(), 1].extra_ms for treatment in seen}
+    samples = [Sample("a", treatment, 3 * 4.0, 3 * (8.0 + ms)) for treatment, ms in extra_ms.items()]
+    learnt = corrected(COSTS, samples, 0.0, COSTS.link)
+    for name, kind in COSTS.kinds.items():
+        found = learnt.kinds[name]
+        assert (found.forward_ms, found.backward_ms) == pytest.approx((3 * kind.forward_ms, 3 * kind.backward_ms))
+        for way, cost in kind.by_way.items():
+            assert found.by_way[way].extra_ms == pytest.approx(3 * cost.extra_ms), way
 
 
 def test_what_came_out_faster_than_a_plain_block_takes_no_extra_time() -> None:
