@@ -219,9 +219,11 @@ def in_turns(
         clear(options.device)
         with lowtide.attach(task.model, **sides[side], **options.more) if sides[side] else nullcontext():
             limit = Limit(task.trained[0].device, budget if side == "auto" else NO_LIMIT)
-            found = measure(task, options.device, options.warm_up, max(TURN_STEPS, options.steps))
+            try:
+                found = measure(task, options.device, options.warm_up, max(TURN_STEPS, options.steps))
+            finally:
+                limit.lift()
             times[side] += found["step_times_s"]
-            limit.lift()
     medians = {f"{side}_step_s": statistics.median(taken) for side, taken in times.items()}
     return {"setting": IN_TURNS, "budget_bytes": budget, "beside": name, **medians, "times_s": times}
 

@@ -6,7 +6,8 @@ Every step is a training step with the gradients of a plain run. They run under
 2. a schedule that has each treatment on some blocks, four times, of which the last three are timed;
 3. the plan from measured times, the plan from what that one then took, and the same two of plans that move nothing, a
    few steps each. The first plan once more, and the two best of the fixed settings, if they are not far behind by those
-   times; and the plan from what all of these took;
+   times; the plan that would win most if one treatment were quicker than it seems, and the plan from what all of these
+   took;
 4. the quickest of those once more, where others are close or little room is left. What is quickest stays, unless the
    allocator has to make room for it in every step.
 
@@ -36,6 +37,7 @@ the memory of each block is to be seen."""
 
 _TRIED = {True: "tried for some steps, from measured times", False: "tried for some steps, with nothing moving"}
 _ONCE_MORE, _FIXED = "tried for some steps, once more", "tried for some steps, as one setting for all blocks"
+_HOPED = "tried for some steps, since a treatment in it may be quicker than it seems"
 _LAST, _AGAIN = "tried for some steps, from what all of these took", "run once more before one stays"
 _MOST_FIXED = 2
 _TIMED = 3
@@ -51,7 +53,7 @@ _MOST_AGAIN = 3
 _CROWDED = 2
 """Of the steps that are timed at a time, so many in which the allocator gave back what it had cached: those to come
 would, too, and each waits for the device then."""
-MOST_STEPS = 2 + (1 + 4 + 1 + _MOST_FIXED + 1 + _MOST_AGAIN) * (1 + _TIMED)
+MOST_STEPS = 2 + (1 + 4 + 1 + _MOST_FIXED + 1 + 1 + _MOST_AGAIN) * (1 + _TIMED)
 """Until it settles, the first under what stays among them: where all steps are of one size and none fails."""
 _WORTH = 0.01
 """Of the time of a step, that copies have to save to be worth it: what else uses the link or the host may change."""
@@ -124,6 +126,7 @@ def measuring(planner: Planner, attached: Attached) -> Steps:
     for _ in range(_MOST_FIXED):
         fixed = next((made for made in planner.fixed_plans() if _may_be_quicker(planner, made, tried)), None)
         yield from _try_new(planner, attached, fixed, _FIXED, tried)
+    yield from _try_new(planner, attached, _hoped(planner, tried), _HOPED, tried)
     yield from _try_new(planner, attached, _candidate(planner, like=True), _LAST, tried)
     for _ in range(_MOST_AGAIN):
         if (worth := _worth_another_run(planner, tried)) is not None:
@@ -173,6 +176,15 @@ def _candidate(planner: Planner, moving: bool = True, like: bool = False) -> Pla
         return planner.plan(moving=moving, like=like)
     except ConfigError:
         return None
+
+
+def _hoped(planner: Planner, tried: list[_Tried]) -> Plan | None:
+    """The plan with the most to win, where a treatment that few blocks have had may be quicker than it seems."""
+    if not tried:
+        return None
+    made = list(planner.hoped_plans(min(tried, key=_in_order).plan.schedule))
+    gain, plan = max(made, key=lambda one: one[0], default=(0.0, None))
+    return None if plan is None or gain < _WORTH else replace(planner.as_it_ran(plan), foreseen=None)
 
 
 def _may_be_quicker(planner: Planner, plan: Plan, tried: list[_Tried]) -> bool:

@@ -160,6 +160,16 @@ class Planner:
         spare_bytes = self._like_spare_bytes
         return fixed_plans(self._known, self._left_bytes(self._known, spare_bytes, _MARGIN, _LEAST_MARGIN_BYTES))
 
+    def hoped_plans(self, beside: Schedule) -> Iterator[tuple[float, Plan]]:
+        """What would be quickest if one of the treatments were as quick as it may well be by what steps told; and by
+        which share it would be quicker then than ``beside``."""
+        for costs in () if self._trials is None else self._trials.hoped(self._known):
+            try:
+                plan = solve(costs, self._most_like_bytes(costs))
+            except ConfigError:
+                continue
+            yield 1 - plan.prediction.step_ms / predict_step(costs, assignment_of(costs, beside)).step_ms, plan
+
     def as_it_ran(self, plan: Plan) -> Plan:
         """The plan of the last step, with what is known of it by now."""
         costs = replace(self._known, resident_bytes=self._lying_bytes(self._error_bytes), in_flight_share=1.0)

@@ -77,8 +77,13 @@ class Bytes:
 def bytes_of(
     costs: StepCosts, assignment: Assignment, memory: Mapping[tuple[str, int], tuple[int, int]]
 ) -> Iterator[Bytes]:
-    """What a step under ``assignment`` says. memory: kept and working bytes of each block, by stack and index."""
+    """What a step under ``assignment`` says. memory: kept and working bytes of each block, by stack and index.
+
+    Nothing of blocks whose attention side or more moves: how much of it was back when their backward began is chance.
+    """
     for kind, cost, (kept_bytes, working_bytes) in _alone(costs, assignment, memory):
+        if not cost.moves <= {BOUNDARY}:
+            continue
         error_bytes = working_bytes - cost.at_work_bytes
         yield Bytes(kind, cost.treatment, None if cost.moves else kept_bytes, error_bytes)
 
@@ -122,6 +127,12 @@ class _Samples:
             for key, group in groups.items()
         }
         self._ratios: dict[str, float] = {}
+        pairs = [
+            (kind.forward_ms + kind.backward_ms, sum(self._median[name, KEPT]))
+            for name, kind in costs.kinds.items()
+            if (name, KEPT) in self._median
+        ]
+        self._kept_ratio = sum(m for _, m in pairs) / sum(e for e, _ in pairs) if pairs else None
         self._inferred = {
             name: found for name, kind in costs.kinds.items() if (found := self._without_extra(name, kind))
         }
@@ -138,8 +149,9 @@ class _Samples:
         return self._inferred.get(name, (kind.forward_ms * ratio, kind.backward_ms * ratio))
 
     def _without_extra(self, name: str, kind: BlockKind) -> tuple[float, float] | None:
-        """Forward and backward of the plain block. Where only recomputed ones were seen: their forward is the plain
-        one, and what they compute again in backward takes as much longer than forecast as forward does, on average."""
+        """Forward and backward of the plain block. Where only recomputed ones were seen, their forward is the plain
+        one; backward is the mean of what each of them says, if all that it computes again takes as much longer than
+        forecast as forward does, and of what plain blocks of other kinds do."""
         if (name, KEPT) in self._median:
             return self._median[name, KEPT]
         extra_ms = {cost.treatment: cost.extra_ms for cost in kind.treatments if cost.blocks == 1}
@@ -148,8 +160,10 @@ class _Samples:
             return None
         forward_ms = statistics.mean(forward_ms for forward_ms, _ in seen.values())
         slower = forward_ms / kind.forward_ms
-        backward_ms = statistics.mean(ms - slower * extra_ms[treatment] for treatment, (_, ms) in seen.items())
-        return forward_ms, max(0.0, backward_ms)
+        said_ms = [ms - slower * extra_ms[treatment] for treatment, (_, ms) in seen.items()]
+        if self._kept_ratio is not None:
+            said_ms.append(self._kept_ratio * kind.backward_ms)
+        return forward_ms, max(0.0, statistics.mean(said_ms))
 
     def _treated(self, name: str, kind: BlockKind, cost: TreatmentCost) -> TreatmentCost:
         if cost.treatment == KEPT:

@@ -6,20 +6,24 @@ sought are few numbers (``_PRIORS``) that explain the steps and are no larger th
 where errors are normal, by linear least squares with a prior (ridge regression).
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy
+from numpy.typing import NDArray
 
 from lowtide.plan.assignment import Assignment
 from lowtide.plan.costs import BlockKind, StepCosts, TreatmentCost
 from lowtide.plan.predict_step import predict_step
 from lowtide.plan.schedule import FFN, SELECTIVE, WHOLE
 
+Values = NDArray[numpy.float64]
 _OUTSIDE, _COPIES = "outside of blocks", "copies"
 _PRIORS = {_OUTSIDE: 0.02, FFN: 0.3, SELECTIVE: 0.3, WHOLE: 0.2, _COPIES: 0.15}
 """By how much each may well be off: of a plain step; of what the treatment adds; of the time of copies on the link,
 though nobody waits for them (they share the device's memory with the computation)."""
+_LOWEST = numpy.array([-numpy.inf if name == _OUTSIDE else 0.0 if name == _COPIES else -1.0 for name in _PRIORS])
 _NOISE = 0.01
 """Of a step's time, that another one of the same takes more or less, at least."""
 
@@ -49,7 +53,19 @@ class Trials:
 
     def applied(self, costs: StepCosts) -> StepCosts:
         """These costs, with times as all steps so far have them. Of ``costs`` only the bytes count."""
-        found = dict(zip(_PRIORS, self._explained(), strict=True))
+        return self._with(costs, self._explained()[0])
+
+    def hoped(self, costs: StepCosts) -> Iterator[StepCosts]:
+        """``applied``, for each treatment in turn, if that is as much quicker as it may well be after all steps so far
+        (by one standard deviation), and everything else what the steps say of it then."""
+        values, covariances = self._explained()
+        for place, name in enumerate(_PRIORS):
+            if name not in (_OUTSIDE, _COPIES) and covariances[place, place] > 0:
+                down = covariances[place] / math.sqrt(covariances[place, place])
+                yield self._with(costs, numpy.maximum(values - down, _LOWEST))
+
+    def _with(self, costs: StepCosts, values: Values) -> StepCosts:
+        found = dict(zip(_PRIORS, map(float, values), strict=True))
         other_ms = max(0.0, self.timed.other_ms + found[_OUTSIDE] * self.timed.plain_ms)
         return replace(
             costs,
@@ -75,23 +91,25 @@ class Trials:
             extra_backward_ms=times * timed.extra_backward_ms + copies_ms,
         )
 
-    def _explained(self) -> Sequence[float]:
-        """Of each of ``_PRIORS``, how much it is more than it was taken for."""
+    def _explained(self) -> tuple[Values, Values]:
+        """Of each of ``_PRIORS``, how much it is more than it was taken for; and how sure that is: covariances, 0 of
+        what is at its lowest."""
         free = list(range(len(_PRIORS)))
         names, scales = list(_PRIORS), numpy.array(list(_PRIORS.values()))
         rows = numpy.array(self._rows).reshape(-1, len(names)) * scales
         errors, noise = numpy.array(self._errors_ms), numpy.array(self._noise_ms)
-        lowest = numpy.array([-numpy.inf if name == _OUTSIDE else 0.0 if name == _COPIES else -1.0 for name in names])
-        values = numpy.zeros(len(names))
+        lowest, values = _LOWEST / scales, numpy.zeros(len(names))
+        covariances = numpy.zeros((len(names), len(names)))
         while free:  # what would be below the lowest it can be is held there, and the rest explains what it can
             left = (errors - rows @ values) / noise
             a = numpy.vstack([rows[:, free] / noise[:, None], numpy.eye(len(free))])
             found = numpy.linalg.lstsq(a, numpy.concatenate([left, numpy.zeros(len(free))]), rcond=None)[0]
-            below = [place for place, one in zip(free, found, strict=True) if one * scales[place] < lowest[place]]
+            below = [place for place, one in zip(free, found, strict=True) if one < lowest[place]]
             if not below:
                 values[free] = found
+                covariances[numpy.ix_(free, free)] = numpy.linalg.inv(a.T @ a)
                 break
             for place in below:
-                values[place] = lowest[place] / scales[place]
+                values[place] = lowest[place]
                 free.remove(place)
-        return [float(one) for one in values * scales]
+        return values * scales, covariances * numpy.outer(scales, scales)

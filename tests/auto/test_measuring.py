@@ -1,5 +1,6 @@
 """Which plan stays, by what steps are scripted to have taken."""
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -11,13 +12,14 @@ from lowtide.auto.measuring import MOST_STEPS, measuring
 from lowtide.auto.planner import Planner
 from lowtide.measure.build import build_model
 from lowtide.measure.inputs import build_inputs
-from lowtide.measure.probe import Probed
+from lowtide.measure.probe import BlockTime, Probed
 from lowtide.plan.answer import Plan
 from lowtide.plan.assignment import assignment_of
-from lowtide.plan.costs import MEASURED
+from lowtide.plan.costs import MEASURED, StepCosts
 from lowtide.plan.predict_step import predict_step
-from lowtide.plan.schedule import Schedule
+from lowtide.plan.schedule import SELECTIVE, WHOLE, Schedule
 from lowtide.plan.solve import smallest_peak, solve
+from tests.plan.test_trials import taking
 
 
 class Scripted:
@@ -60,6 +62,27 @@ class Scripted:
         peak_bytes = predict_step(planner.costs, assignment_of(planner.costs, schedule)).peak_bytes
         retries = int(self.is_crowded(schedule))
         return Probed({}, {}, self.time_ms(schedule), peak_bytes, peak_bytes, retries)
+
+
+class Watched(Scripted):
+    """A model on which steps take what ``true`` says, and its single blocks seem to take what ``believed`` does."""
+
+    def __init__(self, believed: StepCosts, true: StepCosts) -> None:
+        super().__init__(lambda schedule: predict_step(true, assignment_of(true, schedule)).step_ms)
+        self.believed = believed
+
+    def seen(self, planner: Planner, schedule: Schedule) -> Probed:
+        times = {}
+        for stack, chosen in assignment_of(self.believed, schedule).items():
+            kinds = iter(enumerate(self.believed.stacks[stack]))
+            for cost in chosen:
+                for index, name in itertools.islice(kinds, cost.blocks):
+                    kind = self.believed.kinds[name]
+                    times[stack, index] = BlockTime(
+                        kind.forward_ms + cost.extra_forward_ms / cost.blocks,
+                        kind.backward_ms + cost.extra_backward_ms / cost.blocks,
+                    )
+        return Probed(times, {}, self.time_ms(schedule), None, None)
 
 
 @pytest.fixture
@@ -120,6 +143,22 @@ def test_of_fixed_settings_the_two_nearest_are_tried(
     with caplog.at_level("INFO", logger="lowtide"):
         Scripted(lambda schedule: predicted_ms).run(planner)
     assert sum("one setting for all blocks" in message for message in caplog.messages) == expected
+
+
+def test_a_treatment_that_seemed_slow_is_tried_since_it_may_be_quicker(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Selective blocks seem to take a little more than whole ones, and take far less."""
+    assert planner.costs is not None
+    believed = taking(planner.costs, ffn=8.0, selective=1.25)
+    true = taking(believed, selective=0.6)
+    with caplog.at_level("INFO", logger="lowtide"):
+        stays = Watched(believed, true).run(planner).schedule.stacks["transformer_blocks"]
+    assert SELECTIVE in stays.treatments and WHOLE not in stays.treatments
+    assert sum("may be quicker than it seems" in message for message in caplog.messages) == 1
+    without = made_planner()
+    monkeypatch.setattr(without, "hoped_plans", lambda beside: ())
+    assert SELECTIVE not in Watched(believed, true).run(without).schedule.stacks["transformer_blocks"].treatments
 
 
 def test_a_plan_for_which_memory_is_given_back_in_every_step_does_not_stay(caplog: pytest.LogCaptureFixture) -> None:

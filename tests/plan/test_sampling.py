@@ -17,7 +17,7 @@ from lowtide.plan.sampling import (
     sampling,
     with_bytes,
 )
-from lowtide.plan.schedule import BOUNDARY, FFN, KEPT, SAVED, SELECTIVE, WHOLE
+from lowtide.plan.schedule import ATTENTION, BOUNDARY, FFN, KEPT, SAVED, SELECTIVE, WHOLE
 from tests.plan.chains import steps
 
 MOVED = frozenset({BOUNDARY})
@@ -80,6 +80,10 @@ def test_what_fits_only_with_what_it_keeps_in_cpu_memory_is_sampled_so() -> None
     made, before = sampling(costs, 116), sampling(COSTS, 116)
     assert made is not None and before is not None
     assert made["s"].count(moving) == 3 and all(cost.treatment == WHOLE for cost in before["s"])
+    attention = replace(moving, moves=frozenset({ATTENTION}))
+    wide = replace(costs, kinds={**costs.kinds, "a": replace(a, treatments=(*a.treatments, attention))})
+    told = bytes_of(wide, {**made, "s": (attention, *made["s"][1:])}, {("s", 0): (0, 99), ("s", 1): (2, 15)})
+    assert [(one.treatment, one.error_bytes) for one in told] == [(WHOLE, 2)]  # of the second block alone
     slow = replace(costs, link=LinkRates(3 / 2**30 * 1000 / 2.1, 1.0))  # its copy takes more than half of a forward
     assert sampling(slow, 116) == sampling(replace(COSTS, link=slow.link), 116)
     still = sampling(replace(costs, link=None), 10_000)

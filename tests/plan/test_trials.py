@@ -101,6 +101,45 @@ def test_a_treatment_that_seemed_slow_is_taken_up_once_a_plan_with_it_was_not() 
     assert SELECTIVE in after.schedule.stacks["blocks"].treatments
 
 
+def ratios(costs: StepCosts) -> dict[str, float]:
+    """Of what each treatment adds, over what it was timed with."""
+    before = TIMED.kinds["a"].by_way
+    return {
+        treatment: costs.kinds["a"].by_way[treatment, frozenset(), 1].extra_ms
+        / before[treatment, frozenset(), 1].extra_ms
+        for treatment in (FFN, SELECTIVE, WHOLE)
+    }
+
+
+def test_without_a_step_each_treatment_may_be_quicker_by_what_probes_err() -> None:
+    hoped = [ratios(costs) for costs in Trials(TIMED).hoped(TIMED)]
+    assert hoped == [
+        pytest.approx({FFN: 0.7, SELECTIVE: 1.0, WHOLE: 1.0}),
+        pytest.approx({FFN: 1.0, SELECTIVE: 0.7, WHOLE: 1.0}),
+        pytest.approx({FFN: 1.0, SELECTIVE: 1.0, WHOLE: 0.8}),
+    ]
+
+
+def test_what_steps_have_told_of_is_hardly_hoped_for_any_more() -> None:
+    trials = Trials(TIMED)
+    for counts in ((0, 0, 0, 12), (6, 0, 0, 6), (12, 0, 0, 0), (3, 0, 0, 9)):
+        trials.add(of(TIMED, *counts), step_ms(TIMED, *counts))
+    ffn, selective, whole = (ratios(costs) for costs in trials.hoped(TIMED))
+    assert (ffn[FFN], selective[SELECTIVE]) == pytest.approx((0.7, 0.7))
+    assert 0.9 < whole[WHOLE] < 1.0
+
+
+def test_where_one_treatment_is_quicker_what_ran_beside_it_was_slower() -> None:
+    """All that ran is one mixture: what it took is known, and not of which."""
+    trials, counts = Trials(TIMED), (0, 6, 6, 0)
+    for _ in range(20):
+        trials.add(of(TIMED, *counts), step_ms(TIMED, *counts))
+    for costs, treatment, other in zip(trials.hoped(TIMED), (FFN, SELECTIVE), (SELECTIVE, FFN), strict=False):
+        found = ratios(costs)
+        assert found[treatment] < 0.9 and found[other] > 1.0
+        assert step_ms(costs, *counts) == pytest.approx(step_ms(TIMED, *counts), rel=0.005)
+
+
 def test_copies_never_save_time() -> None:
     trials = Trials(TIMED)
     counts = 0, 0, 0, 12
@@ -127,8 +166,8 @@ def test_no_time_is_negative_whatever_steps_took(costs: StepCosts, ran: list[tup
             for name, kinds in costs.stacks.items()
         }
         trials.add(chosen, factor * predict_step(costs, chosen).step_ms + 0.1)
-    after = trials.applied(costs)
-    assert after.other_ms >= 0
-    for found in after.kinds.values():
-        assert all(min(cost.extra_forward_ms, cost.extra_backward_ms) >= 0 for cost in found.treatments)
-        assert found.plain.extra_ms == 0
+    for after in (trials.applied(costs), *trials.hoped(costs)):
+        assert after.other_ms >= 0
+        for found in after.kinds.values():
+            assert all(min(cost.extra_forward_ms, cost.extra_backward_ms) >= 0 for cost in found.treatments)
+            assert found.plain.extra_ms == 0
