@@ -31,7 +31,7 @@ from lowtide.measure.cards import find_card
 from lowtide.measure.probe import BlockTime, Probed
 from lowtide.plan.answer import Plan
 from lowtide.plan.assignment import assignment_of
-from lowtide.plan.costs import StepCosts, TreatmentCost
+from lowtide.plan.costs import BlockKind, StepCosts, TreatmentCost
 from lowtide.plan.predict_step import predict_step
 from lowtide.plan.schedule import FFN, MIN_BYTES, SELECTIVE, WHOLE, Schedule
 from lowtide.plan.solve import smallest_peak, solve
@@ -40,8 +40,8 @@ SHARES = (0.0, 0.25, 0.5, 0.75)
 """Of the way from just above the smallest peak to the plain run's: the budgets."""
 ABOVE = 1.03
 BLOCKS, TREATMENTS, COPIES, PROBES = 0.3, 0.25, 0.3, 0.25
-"""By how much forecasts err at most: of the time of blocks, of what a treatment adds, of the time of copies though
-nobody waits for them; and by how much probes of single blocks err about what a treatment adds."""
+"""By how much forecasts err at most: of the time of blocks, of what a treatment adds; the most that copies take of
+their own time though nobody waits for them; and by how much probes of single blocks err about what a treatment adds."""
 LATE = 0.1
 """Of all steps, that are late by three times the noise."""
 WRONG = (FFN, SELECTIVE, WHOLE)
@@ -89,18 +89,18 @@ class Machine:
         of = {treatment: _about(draw, TREATMENTS) for treatment in WRONG}
         copies = draw.uniform(0, COPIES)
 
-        def cost_of(cost: TreatmentCost) -> TreatmentCost:
+        def cost_of(kind: BlockKind, cost: TreatmentCost) -> TreatmentCost:
             times = slower * of.get(cost.treatment, 1.0)
             copies_ms = copies * foreseen.link.out_ms(cost.copied_bytes) if foreseen.link is not None else 0.0
-            forward_ms, backward_ms = times * cost.extra_forward_ms, times * cost.extra_backward_ms + copies_ms
-            return replace(cost, extra_forward_ms=forward_ms, extra_backward_ms=backward_ms)
+            backward_ms = times * (cost.extra_backward_ms - kind.copying_ms(cost)) + copies_ms
+            return replace(cost, extra_forward_ms=times * cost.extra_forward_ms, extra_backward_ms=backward_ms)
 
         kinds = {
             name: replace(
                 kind,
                 forward_ms=kind.forward_ms * slower,
                 backward_ms=kind.backward_ms * slower,
-                treatments=tuple(map(cost_of, kind.treatments)),
+                treatments=tuple(cost_of(kind, cost) for cost in kind.treatments),
             )
             for name, kind in foreseen.kinds.items()
         }

@@ -9,7 +9,7 @@ from torch import nn
 
 from lowtide.measure.cards import HOST_US, Card
 from lowtide.measure.held import trace_held
-from lowtide.plan.costs import FORECAST, PLAIN, BlockFigures, BlockKind, StepCosts, Way
+from lowtide.plan.costs import COPYING, FORECAST, PLAIN, BlockFigures, BlockKind, StepCosts, Way
 from lowtide.plan.held import ATTENTION_SIDE, FEED_FORWARD, KERNEL, Held, HeldTrace, ModuleCall, Work, predict
 from lowtide.plan.schedule import (
     ATTENTION,
@@ -234,9 +234,10 @@ class _Forecaster:
         again = max(0, saved - kept - moved) if treatment != KEPT else 0
         gradients = _GRADIENTS * shape.largest_bytes + shape.output_bytes
         forward, backward = self._forward(shape.work, shape.saved_bytes), self._backward(shape)
+        copying_ms = COPYING * self.card.link.out_ms(copied)
         return BlockFigures(
             forward_ms=width * forward.ms,
-            backward_ms=width * (backward + self._again(treatment, shape)).ms,
+            backward_ms=width * (backward + self._again(treatment, shape)).ms + copying_ms,
             kept_bytes=kept,
             cpu_bytes=min(moved, copied),
             working_bytes=again + moved + gradients,

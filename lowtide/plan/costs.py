@@ -17,6 +17,9 @@ MEASURED, FORECAST = "measured", "forecast"
 Way = tuple[str, frozenset[str], int]
 """A treatment, what moves of it, and how many blocks it takes together."""
 PLAIN: Way = (KEPT, frozenset(), 1)
+COPYING = 0.1
+"""Of the time of copies on the link, by how much a step takes longer though nobody waits for them: they take time of
+the host, and share the device's memory. On an H200 it was 0.02 to 0.25 (`benchmarks/LOG.md`, 2026-12-01)."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,11 @@ class BlockKind:
     @property
     def plain(self) -> TreatmentCost:
         return self.by_way[PLAIN]
+
+    def copying_ms(self, cost: TreatmentCost) -> float:
+        """By how much a step takes longer for what one of the treatments moves, though nobody waits for it."""
+        staying = self.by_way.get((cost.treatment, frozenset(), cost.blocks))
+        return max(0.0, cost.extra_ms - staying.extra_ms) if staying is not None and cost.moves else 0.0
 
     def with_gradients(self, gradient_bytes: int) -> "BlockKind":
         """gradient_bytes: of one block."""

@@ -37,10 +37,11 @@ def sampling(costs: StepCosts, budget_bytes: int) -> Assignment | None:
     """Whole blocks, and on some blocks of each kind one of the other treatments each, as far as they fit: with what
     they keep in CPU memory, where that makes them and nobody waits for it.
 
-    Where whole blocks do not fit, all that is saved moves instead; None where that does not fit either.
+    Where whole blocks do not fit (with what runs last, or but for that), all that is saved moves instead; None where
+    that does not fit either.
     """
-    moves = costs.link is not None
-    bases = [_whole(costs, moves), _moving(costs)] if moves else [_whole(costs, moves)]
+    bases = [_whole(costs, moves=costs.link is not None)] + ([_moving(costs)] if costs.link is not None else [])
+    bases = [base for each in bases for base in (each, _but_for_the_last(costs, each))]
     chosen = next((base for base in bases if _fits(costs, base, budget_bytes)), None)
     if chosen is None:
         return None
@@ -168,11 +169,12 @@ class _Samples:
     def _treated(self, name: str, kind: BlockKind, cost: TreatmentCost) -> TreatmentCost:
         if cost.treatment == KEPT:
             return cost
-        extra = self._extra(name, kind, cost.treatment)
+        extra, copying_ms = self._extra(name, kind, cost.treatment), kind.copying_ms(cost)
         if extra is None:
-            ratio = self._ratios[cost.treatment]
-            extra = cost.extra_forward_ms * ratio / cost.blocks, cost.extra_backward_ms * ratio / cost.blocks
-        return replace(cost, extra_forward_ms=cost.blocks * extra[0], extra_backward_ms=cost.blocks * extra[1])
+            ratio, again_ms = self._ratios[cost.treatment], max(0.0, cost.extra_backward_ms - copying_ms)
+            extra = cost.extra_forward_ms * ratio / cost.blocks, again_ms * ratio / cost.blocks
+        backward_ms = cost.blocks * extra[1] + copying_ms
+        return replace(cost, extra_forward_ms=cost.blocks * extra[0], extra_backward_ms=backward_ms)
 
     def _extra(self, name: str, kind: BlockKind, treatment: str) -> tuple[float, float] | None:
         """Beside the plain block; what came out faster than that takes no extra time."""
@@ -239,6 +241,15 @@ def _moving(costs: StepCosts) -> dict[str, list[TreatmentCost]]:
     return _each(costs, lambda kind: kind.by_way.get((KEPT, frozenset({SAVED}), 1), kind.plain))
 
 
+def _but_for_the_last(
+    costs: StepCosts, chosen: Mapping[str, Sequence[TreatmentCost]]
+) -> dict[str, list[TreatmentCost]]:
+    """The same, with what runs last kept: of all blocks it is recomputed while most is held."""
+    run = costs.runs[-1]
+    kept = [*chosen[run.stack][:-1], costs.kinds[run.kind].plain]
+    return {name: kept if name == run.stack else list(blocks) for name, blocks in chosen.items()}
+
+
 def _each(costs: StepCosts, of: Callable[[BlockKind], TreatmentCost]) -> dict[str, list[TreatmentCost]]:
     return {name: [of(costs.kinds[kind]) for kind in kinds] for name, kinds in costs.stacks.items()}
 
@@ -252,6 +263,7 @@ def _wanted(costs: StepCosts) -> Iterator[tuple[str, int, Sequence[TreatmentCost
             members.setdefault(kind, []).append((stack, index))
     for name, blocks in members.items():
         ways_of = [ways for t in SAMPLED[:-1] if (ways := _ways(costs, name, t))]
+        ways_of.sort(key=lambda ways: ways[0].kept_bytes)  # what keeps most would leave no room to the others
         rounds = min(_MOST_A_TREATMENT, max(1, len(blocks) // (len(ways_of) + 1)))
         spread = _spread(blocks, rounds * len(ways_of))
         yield from ((*block, ways_of[place % len(ways_of)]) for place, block in enumerate(spread))

@@ -14,7 +14,7 @@ import numpy
 from numpy.typing import NDArray
 
 from lowtide.plan.assignment import Assignment
-from lowtide.plan.costs import BlockKind, StepCosts, TreatmentCost
+from lowtide.plan.costs import COPYING, BlockKind, StepCosts, TreatmentCost
 from lowtide.plan.predict_step import predict_step
 from lowtide.plan.schedule import FFN, SELECTIVE, WHOLE
 
@@ -22,8 +22,8 @@ Values = NDArray[numpy.float64]
 _OUTSIDE, _COPIES = "outside of blocks", "copies"
 _PRIORS = {_OUTSIDE: 0.02, FFN: 0.3, SELECTIVE: 0.3, WHOLE: 0.2, _COPIES: 0.15}
 """By how much each may well be off: of a plain step; of what the treatment adds; of the time of copies on the link,
-though nobody waits for them (they share the device's memory with the computation)."""
-_LOWEST = numpy.array([-numpy.inf if name == _OUTSIDE else 0.0 if name == _COPIES else -1.0 for name in _PRIORS])
+though nobody waits for them (see ``COPYING``)."""
+_LOWEST = numpy.array([-numpy.inf if name == _OUTSIDE else -COPYING if name == _COPIES else -1.0 for name in _PRIORS])
 _NOISE = 0.01
 """Of a step's time, that another one of the same takes more or less, at least."""
 
@@ -42,14 +42,21 @@ class Trials:
         was seen."""
         made = predict_step(self.timed, assignment)
         added = dict.fromkeys(_PRIORS, 0.0)
-        for cost in (cost for costs in assignment.values() for cost in costs):
+        for kind, cost in self._kinds_of(assignment):
             if cost.treatment in added:
-                added[cost.treatment] += cost.extra_ms
+                added[cost.treatment] += cost.extra_ms - kind.copying_ms(cost)
         added[_OUTSIDE] = self.timed.plain_ms
         added[_COPIES] = 0.0 if self.timed.link is None else self.timed.link.out_ms(made.copied_bytes)
         self._rows.append(list(added.values()))
         self._errors_ms.append(step_ms - made.step_ms)
         self._noise_ms.append(max(_NOISE * step_ms, noise_ms))
+
+    def _kinds_of(self, assignment: Assignment) -> Iterator[tuple[BlockKind, TreatmentCost]]:
+        for stack, chosen in assignment.items():
+            index = 0
+            for cost in chosen:
+                yield self.timed.kinds[self.timed.stacks[stack][index]], cost
+                index += cost.blocks
 
     def applied(self, costs: StepCosts) -> StepCosts:
         """These costs, with times as all steps so far have them. Of ``costs`` only the bytes count."""
@@ -78,17 +85,19 @@ class Trials:
             kind,
             forward_ms=timed.forward_ms,
             backward_ms=timed.backward_ms,
-            treatments=tuple(self._cost(timed.by_way[cost.way], cost, found) for cost in kind.treatments),
+            treatments=tuple(self._cost(timed, cost, found) for cost in kind.treatments),
         )
 
-    def _cost(self, timed: TreatmentCost, cost: TreatmentCost, found: dict[str, float]) -> TreatmentCost:
-        times = 1 + found.get(cost.treatment, 0.0)
-        link = self.timed.link
-        copies_ms = 0.0 if link is None else found[_COPIES] * link.out_ms(cost.copied_bytes)
+    def _cost(self, kind: BlockKind, cost: TreatmentCost, found: dict[str, float]) -> TreatmentCost:
+        """kind: as timed."""
+        timed, link = kind.by_way[cost.way], self.timed.link
+        times, copying_ms = 1 + found.get(cost.treatment, 0.0), kind.copying_ms(timed)
+        more_ms = 0.0 if link is None else found[_COPIES] * link.out_ms(cost.copied_bytes)
+        again_ms = max(0.0, timed.extra_backward_ms - copying_ms)
         return replace(
             cost,
             extra_forward_ms=times * timed.extra_forward_ms,
-            extra_backward_ms=times * timed.extra_backward_ms + copies_ms,
+            extra_backward_ms=times * again_ms + max(0.0, copying_ms + more_ms),
         )
 
     def _explained(self) -> tuple[Values, Values]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from lowtide.errors import MachineError
 from lowtide.train.dataset import Example, bucket_of, read_pixels
 from lowtide.train.families.base import Encoders
-from lowtide.train.files import remove_partial, write_tensors
+from lowtide.train.files import clean_up, write_tensors
 
 _FORMAT = 1
 _LATENTS = "latents"
@@ -92,7 +92,7 @@ def fill_cache(plan: CachePlan, folder: Path, open_encoders: Callable[[], Encode
 
     Raises MachineError where the disk failed; what was made before stays.
     """
-    remove_partial(folder)
+    clean_up(folder)
     pictures = [path for path in plan.pictures if not _is_whole(path)]
     texts = [path for path in plan.texts if not _is_whole(path)]
     if not pictures and not texts:

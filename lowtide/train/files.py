@@ -96,12 +96,22 @@ def discard(path: Path) -> None:
     _remove(doomed)
 
 
-def remove_partial(folder: Path) -> None:
-    """Remove what an earlier process was writing in ``folder`` when it was killed."""
-    for entry in folder.glob(f".*{_PARTIAL}*"):
-        if not entry.name.rpartition(_PARTIAL)[2].isdigit():  # somebody else's
-            continue
+def clean_up(folder: Path) -> None:
+    """Remove what an earlier process was writing in ``folder`` when it was killed, and put back what it was about to
+    replace."""
+    for entry in _left(folder, _BEFORE):
+        path = folder / entry.name.removeprefix(".").rpartition(_BEFORE)[0]
+        if path.exists():
+            _remove(entry)
+        else:
+            os.replace(entry, path)
+    for entry in _left(folder, _PARTIAL):
         _remove(entry)
+
+
+def _left(folder: Path, mark: str) -> list[Path]:
+    """Our own names with the mark, and nobody else's."""
+    return [entry for entry in folder.glob(f".*{mark}*") if entry.name.rpartition(mark)[2].isdigit()]
 
 
 def disk_failed(path: Path, error: Exception) -> MachineError:

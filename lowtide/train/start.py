@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lowtide.train.config import AFRESH, CONTROLS, TrainConfig, changes
-from lowtide.train.files import remove_partial
+from lowtide.train.files import clean_up
 from lowtide.train.metrics import METRICS, cut_metrics
 from lowtide.train.progress import Reporter
 from lowtide.train.report import PLAN, REPORT, WEIGHTS
@@ -17,7 +17,7 @@ def begin(config: TrainConfig, data: str, reporter: Reporter) -> tuple[RunState,
     What an earlier run left and this one would write over is moved into a folder ``earlier-N`` beside it.
     """
     output = config.keys.output
-    remove_partial(output)
+    clean_up(output)
     wanted = config.keys.resume_from_checkpoint
     path = None if wanted == AFRESH else choose_checkpoint(output, wanted)
     if path is None:

@@ -18,6 +18,7 @@ from lowtide.plan.sampling import (
     with_bytes,
 )
 from lowtide.plan.schedule import ATTENTION, BOUNDARY, FFN, KEPT, SAVED, SELECTIVE, WHOLE
+from lowtide.plan.solve import smallest_peak
 from tests.plan.chains import steps
 
 MOVED = frozenset({BOUNDARY})
@@ -102,6 +103,30 @@ def test_where_whole_blocks_do_not_fit_all_that_is_saved_moves() -> None:
     assert all(cost.treatment == KEPT for chosen in made.values() for cost in chosen)
 
 
+@pytest.mark.parametrize("room", [160, 200])
+def test_where_only_what_runs_last_does_not_fit_recomputed_it_is_kept(room: int) -> None:
+    """It needs 150 bytes beside what comes back for the one before it, whose input is 10."""
+    ways = (
+        TreatmentCost(KEPT, kept_bytes=100, working_bytes=10),
+        TreatmentCost(KEPT, frozenset({SAVED}), cpu_bytes=100, copied_bytes=100, working_bytes=30),
+        TreatmentCost(WHOLE, extra_backward_ms=4.0, kept_bytes=10, working_bytes=150),
+        TreatmentCost(WHOLE, MOVED, extra_backward_ms=4.0, cpu_bytes=10, copied_bytes=10, working_bytes=150),
+    )
+    link = LinkRates(1e3 / 2**30 / 0.2, 1e3 / 2**30 / 0.2)
+    costs = StepCosts({"a": BlockKind(4.0, 8.0, ways)}, {"s": ("a",) * 10}, resident_bytes=0, link=link)
+    made = sampling(costs, room)
+    assert made is not None and smallest_peak(costs).peak_bytes == 160
+    assert [cost.treatment for cost in made["s"]] == [WHOLE] * 9 + [KEPT if room == 160 else WHOLE]
+
+
+def test_what_keeps_least_is_sampled_first() -> None:
+    """Else one kept block takes the room, and nothing is learnt of the others."""
+    for room in range(116, 150):
+        made = sampling(replace(COSTS, link=None), room)
+        counted = [] if made is None else [cost.treatment for cost in made["s"]]
+        assert counted.count(SELECTIVE) >= counted.count(FFN) >= counted.count(KEPT)
+
+
 def truth(times: float) -> StepCosts:
     """A device that is slower by so much, and on which feed-forwards take twice as long again."""
     kinds = {
@@ -162,6 +187,22 @@ def test_where_no_plain_block_ran_its_time_is_what_the_others_took_without_recom
         assert (found.forward_ms, found.backward_ms) == pytest.approx((3 * kind.forward_ms, 3 * kind.backward_ms))
         for way, cost in kind.by_way.items():
             assert found.by_way[way].extra_ms == pytest.approx(3 * cost.extra_ms), way
+
+
+def test_what_copies_take_though_they_hide_stays_a_forecast() -> None:
+    """Of what was sampled, and of what was not, whose recomputation turned out as slow as like one."""
+    slow = {name: replace(k, treatments=tuple(map(copying, k.treatments))) for name, k in COSTS.kinds.items()}
+    costs = replace(COSTS, kinds=slow)
+    learnt = corrected(costs, [Sample("a", KEPT, 8.0, 16.0), Sample("a", WHOLE, 8.0, 16.0 + 12.0)], 0.0, COSTS.link)
+    for name, again_ms in (("a", 12.0), ("b", 3 * 2.0)):
+        ways = learnt.kinds[name].by_way
+        assert ways[WHOLE, frozenset(), 1].extra_ms == pytest.approx(again_ms)
+        assert ways[WHOLE, MOVED, 1].extra_ms == pytest.approx(again_ms + 0.5)
+
+
+def copying(cost: TreatmentCost) -> TreatmentCost:
+    """The same, where copies take half a millisecond though they hide."""
+    return replace(cost, extra_backward_ms=cost.extra_backward_ms + 0.5) if cost.moves else cost
 
 
 def test_what_came_out_faster_than_a_plain_block_takes_no_extra_time() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.plan.assignment import Assignment
-from lowtide.plan.costs import BlockKind, StepCosts
+from lowtide.plan.costs import COPYING, BlockKind, LinkRates, StepCosts
 from lowtide.plan.predict_step import predict_step
 from lowtide.plan.schedule import BOUNDARY, FFN, KEPT, SELECTIVE, WHOLE
 from lowtide.plan.solve import solve
@@ -147,6 +147,27 @@ def test_copies_never_save_time() -> None:
     moved = trials.applied(TIMED).kinds["a"].by_way[WHOLE, MOVED, 1]
     kept = trials.applied(TIMED).kinds["a"].by_way[WHOLE, frozenset(), 1]
     assert moved.extra_ms >= kept.extra_ms
+
+
+def test_copies_may_turn_out_to_take_less_than_they_were_thought_to() -> None:
+    """Eight milliseconds of the link a block, and so a tenth of it of the step's."""
+    link = LinkRates(2 / 2**30 / 8e-3, 2 / 2**30 / 8e-3)
+    slower_ms = COPYING * 8.0
+    costs = tuple(
+        replace(cost, extra_backward_ms=cost.extra_backward_ms + slower_ms) if cost.moves else cost
+        for cost in TIMED.kinds["a"].treatments
+    )
+    timed = replace(TIMED, kinds={"a": replace(TIMED.kinds["a"], treatments=costs)}, link=link)
+    kind = timed.kinds["a"]
+    moved, stays = kind.by_way[WHOLE, MOVED, 1], kind.by_way[WHOLE, frozenset(), 1]
+    assert kind.copying_ms(moved) == pytest.approx(slower_ms) and kind.copying_ms(stays) == 0.0
+    trials = Trials(timed)
+    for cost, less_ms in ((moved, 12 * slower_ms), (stays, 0.0)):
+        chosen = {"blocks": (cost,) * 12}
+        trials.add(chosen, predict_step(timed, chosen).step_ms - less_ms)
+    after = trials.applied(timed).kinds["a"]
+    assert 0 <= after.copying_ms(after.by_way[WHOLE, MOVED, 1]) < 0.5 * slower_ms
+    assert after.by_way[WHOLE, frozenset(), 1].extra_ms == pytest.approx(stays.extra_ms, rel=0.05)
 
 
 def test_copies_that_take_time_though_they_hide() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lowtide.errors import MachineError
-from lowtide.train.files import discard, new_file, new_folder, remove_partial, write_json, write_tensors
+from lowtide.train.files import clean_up, discard, new_file, new_folder, write_json, write_tensors
 
 Train = Callable[..., dict[str, Any] | None]
 Cli = Callable[..., subprocess.CompletedProcess[str]]
@@ -110,8 +110,18 @@ def test_leftovers_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".folder.partial-1").mkdir()
     (tmp_path / ".file.partial-2").write_text("half")
     (tmp_path / ".mine").write_text("kept")
-    remove_partial(tmp_path)
+    clean_up(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [".mine"]
+
+
+def test_what_was_to_be_replaced_by_a_run_that_was_killed_is_there_again(tmp_path: Path) -> None:
+    for name in (".lora.before-1", ".lora.partial-1", "other", ".other.before-1", ".a.before-you"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "what").write_text(name)
+    clean_up(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".a.before-you", "lora", "other"]
+    assert (tmp_path / "lora" / "what").read_text() == ".lora.before-1"
+    assert (tmp_path / "other" / "what").read_text() == "other"
 
 
 def test_a_run_on_a_full_disk_ends_with_code_3_and_goes_on_later(
