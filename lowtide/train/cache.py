@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lowtide.errors import MachineError
+from lowtide.train.alone import alone_in
 from lowtide.train.dataset import Example, bucket_of, read_pixels
 from lowtide.train.families.base import Encoders
-from lowtide.train.files import clean_up, write_tensors
+from lowtide.train.files import clean_up, folder_with_something, write_tensors
 
 _FORMAT = 1
 _LATENTS = "latents"
@@ -90,8 +91,13 @@ def plan_cache(
 def fill_cache(plan: CachePlan, folder: Path, open_encoders: Callable[[], Encoders], track: Track) -> int:
     """Make what is missing or broken, and return how many files that were. Encoders are opened only if some are.
 
-    Raises MachineError where the disk failed; what was made before stays.
+    Raises MachineError where the disk failed; what was made before stays. ConfigError where another process fills it.
     """
+    with folder_with_something(folder), alone_in(folder, "cache_dir"):
+        return _fill(plan, folder, open_encoders, track)
+
+
+def _fill(plan: CachePlan, folder: Path, open_encoders: Callable[[], Encoders], track: Track) -> int:
     clean_up(folder)
     pictures = [path for path in plan.pictures if not _is_whole(path)]
     texts = [path for path in plan.texts if not _is_whole(path)]

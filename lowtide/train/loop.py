@@ -13,7 +13,7 @@ import torch
 from diffusers.optimization import get_scheduler
 from torch import nn
 
-from lowtide.errors import LowtideError
+from lowtide.errors import ConfigError, LowtideError
 from lowtide.signals import handled
 from lowtide.train.cache import Cached
 from lowtide.train.config import TrainKeys
@@ -122,6 +122,10 @@ def plainly(attempt: Callable[[], float], indices: tuple[int, ...]) -> float:
     return attempt()
 
 
+def _nothing() -> None:
+    pass
+
+
 def run_steps(
     denoiser: Denoiser,
     updater: Updater,
@@ -131,20 +135,27 @@ def run_steps(
     after_step: Callable[[StepDone], None],
     interrupt: Interrupt,
     guard: Guard = plainly,
+    before_failing: Callable[[], None] = _nothing,
 ) -> None:
     """Train from ``state.step`` to ``max_train_steps``, or until an interrupt is asked for; ``state`` goes along.
 
-    guard: every forward and backward goes through it.
+    guard: every forward and backward goes through it. before_failing: is called where one of them ran out of memory, or
+    has no plan that fits; all is as after the last update then.
     Raises LowtideError where the loss is no number any more: the weights are then lost, the checkpoints are not.
     """
     denoiser.model.train()
     order = batches(cached.buckets, keys.train_batch_size, keys.seed, skip=state.batches)
     while state.step < keys.max_train_steps and not interrupt.asked:
         start = time.perf_counter()
-        losses = []
-        for _ in range(keys.gradient_accumulation_steps):
-            indices = next(order)
-            losses.append(guard(functools.partial(_learn, denoiser, updater, cached, keys, indices), indices))
+        losses, random = [], updater.random_states()
+        try:
+            for _ in range(keys.gradient_accumulation_steps):
+                indices = next(order)
+                losses.append(guard(functools.partial(_learn, denoiser, updater, cached, keys, indices), indices))
+        except (torch.OutOfMemoryError, ConfigError):
+            updater.restore_random(random)
+            before_failing()
+            raise
         mean = _mean(losses, state.step + 1)
         updater.update()
         state.step += 1

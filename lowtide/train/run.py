@@ -15,6 +15,7 @@ from lowtide.plan.explain import of_few_tokens
 from lowtide.plan.schedule import Schedule
 from lowtide.runtime.link import accelerator_or_simulated
 from lowtide.train.adapters import Everything, Lora, Trained
+from lowtide.train.alone import alone_in
 from lowtide.train.config import ESCALATE, TrainConfig, TrainKeys
 from lowtide.train.dataset import batches
 from lowtide.train.escalate import Attached, Escalation, setting_of
@@ -92,7 +93,8 @@ def run(config: TrainConfig, reporter: Reporter) -> dict[str, Any] | None:
         budget_bytes(config.checkpointing.vram_budget)
     prepared = prepare(config, reporter)
     _tell_smaller_batches(prepared, reporter.say)
-    with folder_with_something(config.keys.output):
+    output = config.keys.output
+    with folder_with_something(output), alone_in(output, "output_dir"):
         return _run(prepared, planned, reporter)
 
 
@@ -167,11 +169,19 @@ def _train(session: Session, attached: Attached, reporter: Reporter) -> None:
     saved_step = state.step
 
     def save() -> None:
-        nonlocal saved_step
         state.receipt = attached.handle.receipt().as_dict()
+        write()
+
+    def write() -> None:
+        nonlocal saved_step
         tensors = session.updater.states()
         save_checkpoint(keys.output, state, session.trained, tensors, keys.checkpoints_total_limit)
         saved_step = state.step
+
+    def before_failing() -> None:
+        if state.step > saved_step:
+            write()
+            reporter.say(f"step {state.step + 1} failed; what was learnt is in {keys.output}/checkpoint-{state.step}")
 
     def after_step(done: StepDone) -> None:
         memory_bytes = peak_bytes(device)
@@ -182,7 +192,8 @@ def _train(session: Session, attached: Attached, reporter: Reporter) -> None:
 
     with Interrupt(reporter.say).listen() as interrupt, reporter.steps(state.step, keys.max_train_steps) as bar:
         guard = _guard(session, attached, reporter)
-        run_steps(session.denoiser, session.updater, session.prepared.cached, keys, state, after_step, interrupt, guard)
+        cached = session.prepared.cached
+        run_steps(session.denoiser, session.updater, cached, keys, state, after_step, interrupt, guard, before_failing)
         if state.step > saved_step:
             save()
 

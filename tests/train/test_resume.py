@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lowtide.errors import ConfigError
 from lowtide.train.config import TrainConfig
+from lowtide.train.flow import loss_of
 from lowtide.train.loop import StepDone
 from lowtide.train.report import differently, finished
 
 Train = Callable[..., dict[str, Any] | None]
+Tell = Callable[..., tuple[dict[str, Any] | None, str]]
 Losses = Callable[[Path], list[float]]
 Numbers = Callable[[Path], Any]
 STEPS = 5
@@ -72,6 +75,34 @@ def test_after_a_crash_the_run_goes_on_from_the_last_checkpoint(
     assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-2"]
     assert train(max_train_steps=STEPS) is not None
     assert numbers(output) == whole
+
+
+def test_what_was_learnt_before_memory_ran_out_is_saved(
+    train_and_tell: Tell, output: Path, numbers: Numbers, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over, calls = {"max_train_steps": STEPS, "checkpoint_step_interval": 100}, []
+
+    def fourth_fails(*args: Any) -> torch.Tensor:
+        """When its noise is drawn."""
+        calls.append(args)
+        if len(calls) == 4:
+            raise torch.OutOfMemoryError("no memory left")
+        return loss_of(*args)
+
+    monkeypatch.setattr("lowtide.train.loop.loss_of", fourth_fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        train_and_tell(**over)
+    assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-3"]
+    report, said = train_and_tell(**over)
+    assert report is not None and f"going on from {output}/checkpoint-3: 3 of {STEPS} steps are done" in said
+    assert numbers(output) == whole
+
+
+def test_a_run_that_has_more_steps_than_are_asked_for_says_so(train_and_tell: Tell, output: Path) -> None:
+    assert train_and_tell(stop_at(3, interrupt), max_train_steps=STEPS)[0] is None
+    report, said = train_and_tell(max_train_steps=2)
+    assert report is not None and report["steps"] == 3
+    assert "has 3 steps, and max_train_steps is 2: no step is left" in said
 
 
 def test_a_crash_before_the_first_checkpoint_costs_only_its_steps(
@@ -146,7 +177,11 @@ def test_a_checkpoint_by_name(train: Train, output: Path, numbers: Numbers, whol
     assert train(max_train_steps=STEPS) is not None
     assert train(max_train_steps=STEPS, resume_from_checkpoint="checkpoint-2") is not None
     assert numbers(output) == whole
-    assert (output / "earlier-1" / "checkpoint-4").is_dir()
+    aside = output / "earlier-1"
+    assert {path.name for path in aside.iterdir()} == {
+        *("checkpoint-4", "checkpoint-5", "metrics.jsonl", "lora", "report.json")
+    }
+    assert [json.loads(line)["step"] for line in (aside / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4, 5]
     with pytest.raises(ConfigError, match=r"no checkpoint-3 in .*; there: checkpoint-5, checkpoint-4, checkpoint-2"):
         train(resume_from_checkpoint="checkpoint-3")
 
