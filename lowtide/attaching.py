@@ -13,6 +13,7 @@ from lowtide.controls import CheckpointConfig
 from lowtide.errors import ConfigError
 from lowtide.handle import Handle, attach_as, rows_for
 from lowtide.keys import is_unset
+from lowtide.plan.answer import Plan
 from lowtide.plan.saved_plan import load_plan
 from lowtide.plan.schedule import MAX_SIZES, MIN_BYTES, Schedule
 from lowtide.runtime.resolve import resolve
@@ -86,7 +87,8 @@ def attach(
     config, schedule = _unless_wrapped(model, family, config, schedule)
     if config.is_auto:
         return AutoHandle(model, config, family)
-    return attach_as(model, config, _schedule_of(schedule), family)
+    plan = _plan_of(schedule)
+    return attach_as(model, config, _schedule_of(schedule) if plan is None else plan.schedule, family, plan=plan)
 
 
 def _unless_wrapped(
@@ -117,9 +119,12 @@ def _check_model(model: Any) -> None:
     raise ConfigError(f"attach() takes a torch.nn.Module, and this is a {type(model).__name__}{advice}")
 
 
+def _plan_of(given: Any) -> Plan | None:
+    """The plan in a file."""
+    return load_plan(given.strip() if isinstance(given, str) else given).plan if isinstance(given, str | Path) else None
+
+
 def _schedule_of(given: Any) -> Schedule | None:
-    if isinstance(given, str | Path):
-        return load_plan(given.strip() if isinstance(given, str) else given).schedule
     if given is not None and not isinstance(given, Schedule):
         raise ConfigError(
             f"schedule must be a lowtide.plan.schedule.Schedule or the path of a saved plan, not a "

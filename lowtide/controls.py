@@ -18,6 +18,7 @@ from lowtide.plan.schedule import (
     KEPT,
     MAX_SIZES,
     MIN_BYTES,
+    SAVED,
     SELECTIVE,
     WHOLE,
     Schedule,
@@ -44,6 +45,12 @@ _BACKENDS: Mapping[str, _Backend] = {
     "torch-selective": _Backend(SELECTIVE),
     "unsloth-selective": _Backend(SELECTIVE, frozenset({BOUNDARY, ATTENTION})),
 }
+
+_LOOKED_FOR = (
+    "no block of {model} has an attention module (one that its family names; where no family describes the class, a "
+    "part of a block with `attn` or `attention` in its name)"
+)
+_BY_KERNEL = "Blocks that call the attention kernel by themselves are for backend auto, or a schedule with {word!r}"
 
 BACKENDS = tuple(_BACKENDS)
 """Those that treat blocks by a fixed rule; ``auto`` chooses for each block."""
@@ -103,9 +110,9 @@ class CheckpointConfig(Keys):
     segment_stride: Annotated[int | None, BeforeValidator(WholeNumber(1))] = Field(
         default=None,
         alias="gradient_checkpointing_segment_stride",
-        description="Distance s between segment starts, at least the interval n: interval 2 and stride 4 recompute "
-        "blocks 0-1, keep 2-3, recompute 4-5, … For feed-forward sides: block i is treated if i mod s < n. The blocks "
-        "between stay on the accelerator with every backend. Unset: no gaps.",
+        description="Distance s between segment starts, at least the interval n, without which it is an error: "
+        "interval 2 and stride 4 recompute blocks 0-1, keep 2-3, recompute 4-5, … For feed-forward sides: block i is "
+        "treated if i mod s < n. The blocks between stay on the accelerator with every backend. Unset: no gaps.",
     )
     offload_attention: Annotated[bool, BeforeValidator(Switch())] = Field(
         default=False,
@@ -298,13 +305,13 @@ class CheckpointConfig(Keys):
             )
         if self.scope == SELECTIVE and not attention:
             raise UnsupportedError(
-                f"{what} keeps the outputs of softmax attention, and no block of {model} has any. "
-                f"Backends that it can run: {possible}."
+                f"{what} keeps the outputs of softmax attention, and {_LOOKED_FOR.format(model=model)}. "
+                f"{_BY_KERNEL.format(word=SELECTIVE)}. Backends that it can run: {possible}."
             )
         if self.offload_attention and not attention:
             raise UnsupportedError(
-                f"offload_attention moves what softmax attention saves, and no block of {model} has any. "
-                f"Leave it out. Backends that it can run: {possible}."
+                f"offload_attention moves what softmax attention saves, and {_LOOKED_FOR.format(model=model)}. "
+                f"Leave it out. {_BY_KERNEL.format(word=f'{KEPT}+{SAVED}')}. Backends that it can run: {possible}."
             )
 
     def _stack(self, depth: int, has_feed_forward: bool, has_attention: bool) -> StackSchedule:

@@ -16,6 +16,7 @@ from lowtide.controls import CheckpointConfig
 from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.families.row import Stack
 from lowtide.inert import ignored, inert
+from lowtide.plan.answer import Plan
 from lowtide.plan.schedule import ATTENTION, FFN, KEPT, MOVES, SELECTIVE, Schedule
 from lowtide.runtime.in_turn import InTurn
 from lowtide.runtime.ledger import BlockRecord, Ledger
@@ -49,7 +50,13 @@ class Attachment(ABC):
 
 
 class Handle(Attachment):
-    """What ``attach`` returns: the receipt of the last step, and the way back. Also a context manager."""
+    """What ``attach`` returns: the receipt of the last step, and the way back. Also a context manager.
+
+    plan: the saved plan that was attached by its file; else None. settled: True. Both are there for loops that run with
+    ``auto`` as well: see ``AutoHandle``.
+    """
+
+    settled = True
 
     def __init__(
         self,
@@ -58,8 +65,10 @@ class Handle(Attachment):
         schedule: Schedule,
         config: CheckpointConfig,
         in_turn: InTurn | None = None,
+        plan: Plan | None = None,
     ) -> None:
         self.stacks = stacks
+        self.plan = plan
         wanted, schedule = schedule, without_last_round_trip(schedule, [stack.name for stack in stacks])
         self.schedule = schedule
         self.config = config
@@ -188,10 +197,11 @@ def attach_as(
     schedule: Schedule | None = None,
     family: str | None = None,
     in_turn: InTurn | None = None,
+    plan: Plan | None = None,
 ) -> Handle:
     """Attach as the controls say, or as a schedule does; then they say only how memory is moved.
 
-    in_turn: of a model to which several handles are attached in turn.
+    in_turn: of a model to which several handles are attached in turn. plan: whose schedule it is, if it is a plan's.
 
     Raises ConfigError for a model that is attached already, a schedule of another model, or offload without an
     accelerator; UnsupportedError where the model cannot run the scope.
@@ -201,7 +211,7 @@ def attach_as(
     stacks = resolve(root, rows)
     if schedule is not None:
         check_schedule(schedule, stacks)
-        return Handle(root, stacks, schedule, config, in_turn)
+        return Handle(root, stacks, schedule, config, in_turn, plan)
     schedule = schedule_for(stacks, config, type(root).__name__)
     _warn_of_ignored(config, stacks, type(root).__name__)
     return Handle(root, stacks, schedule, config, in_turn)

@@ -1,4 +1,4 @@
-"""Sizes in bytes: from what people write, and back."""
+"""Sizes in bytes: from what people write, and back; and how many there are of something, for people."""
 
 import re
 
@@ -47,6 +47,11 @@ def format_bytes(size_bytes: int) -> str:
         if value >= 1:
             return f"{sign}{value:.{_decimals(value)}f} {unit}"
     return f"{sign}{size} B"
+
+
+def counted(count: int, what: str) -> str:
+    """``"1 cell"``, ``"2 cells"``. what: a word whose plural has an s."""
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def _decimals(value: float) -> int:

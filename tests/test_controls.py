@@ -535,7 +535,8 @@ class TestSchedule:
         with pytest.raises(UnsupportedError) as caught:
             CheckpointConfig(**keys).schedule_for(DEPTHS, EVERY_STACK, NO_STACK, model="LinearNet")
         assert str(caught.value).startswith(named)
-        assert "no block of LinearNet has any" in str(caught.value)
+        assert "no block of LinearNet has an attention module" in str(caught.value)
+        assert "call the attention kernel by themselves are for backend auto" in str(caught.value)
         assert str(caught.value).endswith("Backends that it can run: torch, torch-ffn, unsloth, unsloth-ffn.")
 
     @pytest.mark.parametrize(

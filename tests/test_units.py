@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.errors import ConfigError
-from lowtide.units import format_bytes, parse_bytes
+from lowtide.units import counted, format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -61,3 +61,8 @@ def test_sizes_for_people(size_bytes: int, text: str) -> None:
 @given(st.integers(0, 2**50))
 def test_what_people_read_can_be_written_back(size_bytes: int) -> None:
     assert parse_bytes(format_bytes(size_bytes)) == pytest.approx(size_bytes, rel=0.006)
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 cells"), (1, "1 cell"), (2, "2 cells")])
+def test_one_has_no_plural(count: int, text: str) -> None:
+    assert counted(count, "cell") == text

@@ -6,6 +6,7 @@ from typing import Any
 
 from lowtide.bench.outcome import card_of
 from lowtide.bench.record import Record
+from lowtide.units import counted
 
 _MOST_VALUES = 4
 
@@ -17,6 +18,10 @@ class Machine:
     card: str
     records: int
     facts: Mapping[str, str]
+
+    @property
+    def records_in_words(self) -> str:
+        return counted(self.records, "record")
 
 
 def machines(records: Iterable[Record]) -> tuple[Machine, ...]:

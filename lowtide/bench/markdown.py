@@ -65,7 +65,7 @@ def _shown(pictures: Iterable[Picture], section: str | None, folder: str) -> Ite
 def _machines(report: Report) -> Iterator[str]:
     for machine in report.machines:
         facts = ", ".join(f"{name} {text}" for name, text in machine.facts.items())
-        yield f"- **{machine.card}**, {machine.records} records: {_text(facts)}"
+        yield f"- **{machine.card}**, {machine.records_in_words}: {_text(facts)}"
     yield ""
 
 

@@ -182,15 +182,20 @@ _RECORD = TypeAdapter(Record)
 def read(path: Path) -> Iterator[Record]:
     """The records of a file, or of all ``*.jsonl`` files of a folder, in the order they were written.
 
-    Lines of other tools (``bench host`` and the like) are passed over, and so is one that an interruption cut short.
-    Raises ConfigError for a line that cannot be read, with its number and what is wrong in it.
+    Files of other tools (``bench host`` and the like), in which no line has a format, are passed over, and so is a line
+    that an interruption cut short. Raises ConfigError for a line that cannot be read, with its number and what is wrong
+    in it.
     """
     for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
         lines = file.read_bytes().removeprefix(BOM_UTF8).split(b"\n")
-        for number, line in enumerate(lines, start=1):
-            fields = _whole(line, f"{file}:{number}")
-            if fields is not None and "format" in fields:
-                yield _parsed(fields, f"{file}:{number}")
+        numbered = [(f"{file}:{number}", line) for number, line in enumerate(lines, start=1)]
+        found = [(where, fields) for where, line in numbered for fields in _whole(line, where)]
+        if any(_has_format(fields) for _, fields in found):
+            yield from (_parsed(fields, where) for where, fields in found)
+
+
+def _has_format(fields: Any) -> bool:
+    return isinstance(fields, dict) and "format" in fields
 
 
 def _last_byte(file: BinaryIO) -> bytes:
@@ -198,20 +203,19 @@ def _last_byte(file: BinaryIO) -> bytes:
     return file.read(1)
 
 
-def _whole(line: bytes, where: str) -> dict[str, Any] | None:
-    """The object of a line; None for an empty one, and for the beginning of an object that was cut short."""
+def _whole(line: bytes, where: str) -> list[Any]:
+    """What a line holds; nothing for an empty one, and for the beginning of an object that was cut short."""
     if not line.strip():
-        return None
+        return []
     try:
         text = line.decode()
-        fields = from_json(text)
+        return [from_json(text)]
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where} is not UTF-8") from error
     except ValueError as error:
         if not _is_cut(text, error):
             raise ConfigError(f"{where} is no JSON: {str(error).replace('line 1 ', '')}") from error
-        return None
-    return fields if isinstance(fields, dict) else None
+        return []
 
 
 def _is_cut(text: str, error: ValueError) -> bool:
@@ -223,7 +227,9 @@ def _is_cut(text: str, error: ValueError) -> bool:
     return text.startswith("{") and "trailing characters" not in str(error)
 
 
-def _parsed(fields: dict[str, Any], where: str) -> Record:
+def _parsed(fields: Any, where: str) -> Record:
+    if not _has_format(fields):
+        raise ConfigError(f"{where} is no benchmark record: it has no format, as the others in its file have")
     if fields.pop("format") != FORMAT:
         raise ConfigError(f"{where} is of another format than this version reads ({FORMAT})")
     try:

@@ -32,7 +32,7 @@ from lowtide.cli.output import say, show, working
 from lowtide.errors import ConfigError
 from lowtide.keys import AUTO
 from lowtide.signals import handled
-from lowtide.units import format_bytes
+from lowtide.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from lowtide.bench.record import Condition, Record
@@ -186,7 +186,7 @@ def _ending(made: "list[Record]", out: Path) -> Iterator[str]:
         yield f"Every cell was measured before; --again runs them once more. `lowtide bench report {out}` shows them."
         return
     results = sum(record.state == "ok" for record in made)
-    yield f"{len(made)} cells run, {results} with figures. `lowtide bench report {out}` shows all."
+    yield f"{counted(len(made), 'cell')} run, {results} with figures. `lowtide bench report {out}` shows all."
 
 
 def _listed(text: str) -> list[str]:

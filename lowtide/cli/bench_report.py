@@ -13,6 +13,7 @@ from lowtide.cli.bench_common import INSTALL
 from lowtide.cli.options import AsJson
 from lowtide.cli.output import show, show_json, working
 from lowtide.errors import ConfigError
+from lowtide.units import counted
 
 if TYPE_CHECKING:
     from lowtide.bench.compare import Change, Comparison
@@ -77,9 +78,10 @@ def _read(path: Path) -> "list[Record]":
 
 def _summary(report: "Report") -> Iterator[RenderableType]:
     states = Counter(cell.state for cell in report.cells)
-    counts = ", ".join(f"{count} {'results' if state == 'ok' else state}" for state, count in states.items())
-    works = "1 work" if len(report.matrices) == 1 else f"{len(report.matrices)} works"
-    yield f"{works}, {len(report.cells)} cells: {counts}."
+    counts = ", ".join(
+        counted(count, "result") if state == "ok" else f"{count} {state}" for state, count in states.items()
+    )
+    yield f"{counted(len(report.matrices), 'work')}, {counted(len(report.cells), 'cell')}: {counts}."
     if on_cpu := sum(matrix.on_cpu for matrix in report.matrices):
         yield f"Measured on a CPU, where offload is simulated, and in no plot: {on_cpu} of them."
     for matrix in report.matrices:
@@ -96,7 +98,7 @@ def _paths(written: list[Path]) -> Iterator[Text]:
     plots = [path for path in written if path.suffix == ".svg"]
     yield from map(_path, pages)
     if plots:
-        yield Text(f"{len(plots)} plots in {plots[0].parent}", no_wrap=True, overflow="ignore")
+        yield Text(f"{counted(len(plots), 'plot')} in {plots[0].parent}", no_wrap=True, overflow="ignore")
 
 
 def _path(path: Path) -> Text:
@@ -112,7 +114,7 @@ def _in_words(comparison: "Comparison") -> Iterator[RenderableType]:
         if changes:
             yield Text(f"{kind} ({meaning}): {len(changes)}", style="red" if kind == "regression" else "bold")
             yield from map(_line, changes)
-    yield f"{comparison.compared} cells compared, {comparison.unchanged} are the same within noise."
+    yield f"{counted(comparison.compared, 'cell')} compared; the same within noise: {comparison.unchanged}."
     yield NOISE
 
 

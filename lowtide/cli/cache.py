@@ -3,6 +3,7 @@
 from lowtide.cli.output import show, working
 from lowtide.cli.train import ConfigFile, Overrides, quiet_reporter
 from lowtide.train.config import load_config
+from lowtide.units import counted
 
 
 def cache(config: ConfigFile, overrides: Overrides = None) -> None:
@@ -13,5 +14,7 @@ def cache(config: ConfigFile, overrides: Overrides = None) -> None:
         from lowtide.train.prepare import prepare
 
         prepared = prepare(settings, reporter)
-    sizes = ", ".join(f"{width}×{height}" for width, height in dict.fromkeys(prepared.cached.buckets))
-    show(f"{len(prepared.cached.buckets)} pictures are ready in {settings.keys.cache}, in the sizes {sizes}.")
+    sides = [f"{width}×{height}" for width, height in dict.fromkeys(prepared.cached.buckets)]
+    count = len(prepared.cached.buckets)
+    are, sizes = "is" if count == 1 else "are", "size" if len(sides) == 1 else "sizes"
+    show(f"{counted(count, 'picture')} {are} ready in {settings.keys.cache}, in the {sizes} {', '.join(sides)}.")

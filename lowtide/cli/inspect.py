@@ -18,6 +18,7 @@ from lowtide.cli.options import (
     SavedPlan,
     SegmentStride,
     Target,
+    controls_from,
     schedule_from,
 )
 from lowtide.cli.output import count_in_words, show, show_json, working
@@ -51,7 +52,9 @@ _Inputs = Annotated[
 _Device = Annotated[
     Device, typer.Option(help="meta needs no weights; cpu reads them, for a forward that depends on values.")
 ]
-_SizeOption = Annotated[Size, typer.Option(help="Which configuration of a family to build. A folder has its own.")]
+_SizeOption = Annotated[
+    Size | None, typer.Option(help="Which configuration of a family to build (real). A folder has its own.")
+]
 
 
 def inspect(
@@ -62,23 +65,23 @@ def inspect(
     offload_attention: OffloadAttention = False,
     offload_min_bytes: OffloadMinBytes = None,
     plan: SavedPlan = None,
-    size: _SizeOption = Size.real,
+    size: _SizeOption = None,
     inputs: _Inputs = None,
     device: _Device = Device.meta,
     json: AsJson = False,
 ) -> None:
     """Show which blocks of a model a setting keeps, recomputes, recomputes as one segment, and offloads."""
-    config = CheckpointConfig.for_attach(
-        backend, interval, segment_stride, offload_attention, offload_min_bytes=offload_min_bytes
-    )
+    config = controls_from(backend, interval, segment_stride, offload_attention, offload_min_bytes)
     schedule = schedule_from(plan, config)
     shapes = None if inputs is None else _shapes(inputs)
     with working():
-        from lowtide.measure.build import open_target
+        from lowtide.measure.build import is_folder, open_target
         from lowtide.measure.inspection import inspect_target
         from lowtide.measure.watch import inputs_of
 
-        opened = open_target(target, size.value, device=device.value)
+        if size is not None and is_folder(target):
+            raise ConfigError(f"--size chooses a configuration of a family, and {target} has its own: leave it out")
+        opened = open_target(target, (size or Size.real).value, device=device.value)
         given = None if shapes is None else inputs_of(shapes, opened.model)
         result = inspect_target(opened, config, given, schedule).as_dict()
     if json:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowtide.cli.option_docs import help_of
-from lowtide.controls import CheckpointConfig
+from lowtide.controls import BACKENDS, CheckpointConfig
 from lowtide.errors import ConfigError
+from lowtide.keys import AUTO, Choice, is_unset
 
 if TYPE_CHECKING:
     from lowtide.plan.schedule import Schedule
@@ -42,6 +43,28 @@ Sizes = Annotated[
     typer.Option("--set", metavar="NAME=N", help="Another size of the inputs (B, H, W, FR, T …). Several times."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+
+
+def controls_from(
+    backend: str,
+    interval: str | None,
+    segment_stride: str | None,
+    offload_attention: bool,
+    offload_min_bytes: str | None,
+) -> CheckpointConfig:
+    """The controls that these options give. Raises ConfigError for what is wrong.
+
+    ``auto`` is let through, and refused where a schedule is asked for, which says why; but it is not among the backends
+    that the message about a misspelt one names.
+    """
+    if not is_unset(backend) and backend.strip().lower() != AUTO:
+        try:
+            Choice(BACKENDS, hint="To recompute nothing: none.")(backend)
+        except ConfigError as error:
+            raise ConfigError(f"backend: {error}") from None
+    return CheckpointConfig.for_attach(
+        backend, interval, segment_stride, offload_attention, offload_min_bytes=offload_min_bytes
+    )
 
 
 def schedule_from(path: str | None, config: CheckpointConfig) -> "Schedule | None":

@@ -91,7 +91,10 @@ def plan(
     """Choose each block's treatment for a VRAM budget, and explain it. Exit code 1 where nothing fits."""
     with working(), progress() as told:
         from lowtide.measure.planning import Wish, plan_for
+        from lowtide.plan.saved_plan import check_place
 
+        if save is not None:
+            check_place(save)
         chosen = _card(card)
         sizes = _sizes(resolution, frames, batch, set_)
         wish = Wish(
@@ -107,12 +110,12 @@ def plan(
             not no_autocast,
         )
         planned = plan_for(wish, fits=not no_fits, told=told)
-    if save is not None and planned.plan is not None:
-        _write(save, planned)
     if json:
         show_json(planned.as_dict())
     else:
         show(*_in_words(planned, host_memory is None))
+    if save is not None and planned.plan is not None:
+        _write(save, planned)  # last: if the disk is full now, the answer has been shown
     if planned.plan is None:
         raise typer.Exit(1)
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from lowtide.cli.output import show, working
 from lowtide.cli.receipt_table import receipt_table
-from lowtide.train.config import START_AFRESH, TrainConfig, load_config
+from lowtide.train.config import LATEST, START_AFRESH, TrainConfig, load_config
 from lowtide.train.report import differently, finished, result_lines, settings_table
 
 if TYPE_CHECKING:
@@ -50,7 +50,10 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
         with working():
             report = _trained(settings)
     if report is None:
-        show(f"Stopped; a checkpoint is in {settings.keys.output}. Run the same command again: it goes on from there.")
+        again = "Run the same command again"
+        if settings.keys.resume_from_checkpoint != LATEST:
+            again += f" without resume_from_checkpoint={settings.keys.resume_from_checkpoint}"
+        show(f"Stopped; a checkpoint is in {settings.keys.output}. {again}: it goes on from there.")
         raise typer.Exit(_INTERRUPTED)
     show(*_ending(report, settings))
 

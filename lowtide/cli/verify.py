@@ -20,6 +20,7 @@ from lowtide.cli.options import (
     SavedPlan,
     SegmentStride,
     Target,
+    controls_from,
     schedule_from,
 )
 from lowtide.cli.output import show, show_json, working
@@ -27,6 +28,7 @@ from lowtide.cli.receipt_table import receipt_table
 from lowtide.controls import CheckpointConfig
 from lowtide.errors import ConfigError
 from lowtide.plan.schedule import Schedule
+from lowtide.units import counted
 
 if TYPE_CHECKING:
     from lowtide.runtime.resolve import ResolvedStack
@@ -57,9 +59,7 @@ def verify(
     A family runs in its tiny configuration; the model of a folder runs as it is, on small inputs. What would wait in
     CPU memory beside an accelerator is copied within CPU memory here.
     """
-    config = CheckpointConfig.for_attach(
-        backend, interval, segment_stride, offload_attention, offload_min_bytes=offload_min_bytes
-    )
+    config = controls_from(backend, interval, segment_stride, offload_attention, offload_min_bytes)
     with working():
         result = _verified(target, config, schedule_from(plan, config))
     if json:
@@ -122,8 +122,8 @@ def _report(result: Mapping[str, Any], plan: str | None) -> Iterator[RenderableT
     if result["same"]:
         yield Text("\nSame: loss, outputs and every gradient are bit-identical to a plain step.", style="green")
     else:
-        count = len(result["differences"])
-        yield Text(f"\nDifferent: {count} tensors are not what a plain step gives.", style="red")
+        differ = counted(len(result["differences"]), "tensor")
+        yield Text(f"\nDifferent: {differ} that a plain step gives otherwise.", style="red")
 
 
 def _comparison(result: Mapping[str, Any]) -> Table:

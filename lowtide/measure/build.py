@@ -129,6 +129,12 @@ def open_target(
     return Target(text, model, family, _configuration(family, folder_inputs), sizes_for(family.sizes, config_of(model)))
 
 
+def is_folder(name_or_folder: str | Path) -> bool:
+    """Whether ``open_target`` takes it for a folder."""
+    text = str(name_or_folder)
+    return not families.known(text) and Path(text).expanduser().is_dir()
+
+
 def family_of(model: nn.Module) -> Family | None:
     """The family whose class the model is; of several, the one whose real size is nearest."""
     rows = [row for row in families.all_families() if row.class_name == type(model).__name__]

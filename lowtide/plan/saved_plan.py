@@ -1,6 +1,7 @@
 """A plan as a file: versioned JSON. What is read back holds a Schedule that ``attach(schedule=…)`` takes."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -29,12 +30,31 @@ class SavedPlan:
         return self.plan.schedule
 
 
-def save_plan(path: str | Path, plan: Plan, conditions: dict[str, str] | None = None) -> None:
-    """Write a plan. Raises MachineError where the file cannot be written."""
+def save_plan(path: str | Path, plan: Plan | None, conditions: dict[str, str] | None = None) -> None:
+    """Write a plan. Raises ConfigError for None, the ``plan`` of a handle that has none; MachineError where the file
+    cannot be written."""
+    if plan is None:
+        raise ConfigError(
+            f"there is no plan to be written to {path}: under `auto` the handle has one from the first forward on, and "
+            "`handle.settled` says when it stays; where a backend was chosen by name there is none"
+        )
     try:
         Path(path).write_text(dumps(plan, conditions) + "\n", encoding="utf-8")
     except OSError as error:
         raise MachineError(f"the plan could not be written to {path}: {error.strerror}") from error
+
+
+def check_place(path: str | Path) -> None:
+    """Raises MachineError where ``save_plan`` could not write that file now: to be asked before a plan is made."""
+    place = Path(path)
+    why = (
+        "its folder does not exist" if not place.parent.is_dir()
+        else "it is a folder" if place.is_dir()
+        else None if os.access(place if place.exists() else place.parent, os.W_OK)
+        else "that is not permitted"
+    )  # fmt: skip
+    if why is not None:
+        raise MachineError(f"the plan cannot be written to {path}: {why}")
 
 
 def load_plan(path: str | Path) -> SavedPlan:

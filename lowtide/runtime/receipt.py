@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowtide.units import format_bytes
+from lowtide.units import counted, format_bytes
 
 _SHOWN = 80
 """Characters of a warning in one line."""
@@ -59,10 +59,6 @@ class Note:
     reason: str
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count > 1)}" if count else ""
-
-
 def _start_of(text: str) -> str:
     return textwrap.shorten(text, _SHOWN, placeholder=" …")
 
@@ -89,12 +85,13 @@ class Receipt:
         sizes = {"kept": "kept_bytes", "on CPU": "cpu_bytes", "recomputed": "recomputed_bytes"}
         treatments = Counter(block.treatment for block in self.blocks)
         parts = [
-            f"{len(self.blocks)} blocks: " + ", ".join(f"{count} {name}" for name, count in treatments.items()),
-            f"{totals['recompute_calls']} recomputations",
+            f"{counted(len(self.blocks), 'block')}: "
+            + ", ".join(f"{count} {name}" for name, count in treatments.items()),
+            counted(totals["recompute_calls"], "recomputation"),
             ", ".join(f"{format_bytes(totals[key])} {name}" for name, key in sizes.items() if totals[key]),
             *(f"{name}: {', '.join(note.subject for note in notes)}" for name, notes in self._options() if notes),
-            _counted(len(self.fallbacks), "fallback"),
-            _counted(len(self.warnings), "warning") + (f" ({_start_of(self.warnings[0])})" if self.warnings else ""),
+            counted(len(self.fallbacks), "fallback") if self.fallbacks else "",
+            f"{counted(len(self.warnings), 'warning')} ({_start_of(self.warnings[0])})" if self.warnings else "",
         ]
         return f"<Receipt: {'; '.join(part for part in parts if part)}>"
 

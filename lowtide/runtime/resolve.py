@@ -136,9 +136,10 @@ def _discover(model: nn.Module) -> list[ResolvedStack]:
         found = list(_groups_of_blocks(model, ""))
     if not found:
         raise UnsupportedError(
-            f"no block stack was found in {type(model).__name__}: lowtide looks for two or more composite modules of "
-            "one class, in a list or with names that differ in their number only. Wrap the parts to recompute with "
-            "`lowtide.checkpoint` instead."
+            f"no block stack was found in {type(model).__name__}: lowtide looks for two or more modules of one class, "
+            "in a list or with names that differ in their number only, each of which holds at least two layers that "
+            f"multiply ({', '.join(leaf.__name__ for leaf in _LEAVES)}; norms and embeddings do not count). Wrap the "
+            "parts to recompute with `lowtide.checkpoint` instead."
         )
     return [ResolvedStack(name, _unique(blocks), _guess_row(name, blocks), found=True) for name, blocks in found]
 
@@ -196,6 +197,7 @@ def _take_turns(modules: list[nn.Module]) -> bool:
 
 
 def _is_composite(module: nn.Module) -> bool:
+    """Whether it holds at least two layers that multiply. One and a norm are part of a block rather than a block."""
     return sum(isinstance(part, _LEAVES) for part in module.modules()) >= 2 and not isinstance(module, _LEAVES)
 
 

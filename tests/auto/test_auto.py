@@ -52,7 +52,7 @@ def test_every_step_has_the_gradients_of_a_plain_run(key: str) -> None:
     least, most = peaks(model, row.stacks, **inputs)
     schedules, measured_steps = [], 0
     with attached(model, least + (most - least) // 4) as handle:
-        for _ in range(STEPS):
+        while len(schedules) < STEPS and len(schedules) < measured_steps + 3:
             assert compare(plain, run_step(model, inputs, seed=0)) == []
             schedules.append(handle.schedule)
             measured_steps += not handle.settled

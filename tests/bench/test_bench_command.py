@@ -77,7 +77,7 @@ def test_family_cells_and_what_was_inert(bench: Callable[..., Any], tmp_path: Pa
 def test_another_size_is_another_cell(bench: Callable[..., Any], tmp_path: Path) -> None:
     for batch in ("B=1", "B=3"):
         result = bench("family", "sd3", "--out", tmp_path, "--modes", "none", "--set", batch, *TINY)
-        assert "1 cells run, 1 with figures." in result.stdout, result.stderr
+        assert "1 cell run, 1 with figures." in result.stdout, result.stderr
     assert [record.condition.sizes["B"] for record in cells(tmp_path / "family.jsonl")] == [1, 3]
 
 
@@ -85,9 +85,9 @@ def test_a_cell_without_figures_says_its_state(bench: Callable[..., Any], tmp_pa
     words = ("family", "sd3", "--out", tmp_path, "--modes", "none", "--attention", "cudnn", *TINY)
     result = bench(*words)
     assert result.exit_code == 0, result.stderr
-    assert result.stdout.startswith("1 cells run, 0 with figures.")
+    assert result.stdout.startswith("1 cell run, 0 with figures.")
     assert "sd3_medium, none, lora, bf16: failed: RuntimeError: No viable backend" in result.stderr
-    assert "1 cells run" in bench(*words).stdout, "what failed runs again"
+    assert "1 cell run" in bench(*words).stdout, "what failed runs again"
     assert [record.state for record in cells(tmp_path / "family.jsonl")] == ["failed", "failed"]
 
 

@@ -31,7 +31,7 @@ def test_a_report_is_written_beside_the_records(bench: Callable[..., Any], tmp_p
         assert (tmp_path / "report" / name).is_file()
     *_, text, page, plots = result.stdout.splitlines()
     assert [text, page] == [str(tmp_path / "report" / name) for name in ("report.md", "report.html")]
-    assert plots == f"1 plots in {tmp_path / 'report' / 'images'}"
+    assert plots == f"1 plot in {tmp_path / 'report' / 'images'}"
 
 
 def test_out_says_where(bench: Callable[..., Any], tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_the_same_records_are_the_same(bench: Callable[..., Any], tmp_path: Path
     a = write(tmp_path / "a", EVERY_STATE)
     result = bench("compare", a, a)
     assert result.exit_code == 0
-    assert result.stdout.startswith("7 cells compared, 7 are the same within noise.")
+    assert result.stdout.startswith("7 cells compared; the same within noise: 7.")
 
 
 def test_nothing_compared_is_exit_code_2(bench: Callable[..., Any], tmp_path: Path) -> None:
@@ -93,6 +93,14 @@ def test_json_is_one_object(bench: Callable[..., Any], tmp_path: Path) -> None:
         ("regression", "layer", "time"),
         ("new", "ffn", "state"),
     ]
+
+
+def test_one_of_each_has_no_plural(bench: Callable[..., Any], tmp_path: Path) -> None:
+    a = write(tmp_path, [ok(step_s=1.0)])
+    assert "5 not run, 1 result." in bench("report", a).stdout
+    assert ", 1 record: " in (tmp_path / "report" / "report.md").read_text()
+    assert ", 1 record: " in (tmp_path / "report" / "report.html").read_text().replace("</b>", "")
+    assert bench("compare", a, a).stdout.startswith("1 cell compared; the same within noise: 1.")
 
 
 @pytest.mark.parametrize(

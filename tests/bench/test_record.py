@@ -115,6 +115,13 @@ def test_what_is_no_json_is_damage(tmp_path: Path, text: str) -> None:
     assert said(tmp_path, text).startswith("no JSON: ")
 
 
+@pytest.mark.parametrize("line", ['{"condition": 1}', "[1]", '"format"', "null"])
+def test_a_line_without_a_format_is_damage_among_records(tmp_path: Path, line: str) -> None:
+    assert said(tmp_path, line) == "no benchmark record: it has no format, as the others in its file have"
+    (tmp_path / "records.jsonl").write_text(line + "\n")
+    assert list(read(tmp_path)) == [], "the file of another tool"
+
+
 def test_what_is_not_utf_8_is_damage(tmp_path: Path) -> None:
     assert said(tmp_path, '{"format": 1, "x": "é"}'.encode("latin-1")) == "not UTF-8"
 

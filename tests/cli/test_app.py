@@ -71,7 +71,7 @@ def test_debugging_shows_the_traceback_and_keeps_the_exit_code() -> None:
     assert "in work" in result.stderr
 
 
-ALLOWED_BACKENDS = "torch, torch-ffn, unsloth, unsloth-ffn, torch-selective, unsloth-selective, auto"
+ALLOWED_BACKENDS = "torch, torch-ffn, unsloth, unsloth-ffn, torch-selective, unsloth-selective"
 WRONG_USAGE = [
     ((), "Usage"),
     (("inspct", "flux1"), "No such command"),

@@ -273,6 +273,21 @@ def test_the_scope_that_a_model_does_not_have(lowtide: Callable[..., Any], tmp_p
         assert "Backends that it can run: torch, unsloth." in result.stderr
 
 
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_backend_that_is_none_names_those_that_can_be_shown(lowtide: Callable[..., Any], command: str) -> None:
+    result = lowtide(command, "flux1", "--backend", "torchh")
+    told = f"error: backend: 'torchh' is not allowed; allowed: {', '.join(BACKENDS)}. Did you mean 'torch'?"
+    assert result.exit_code == 2 and told in " ".join(result.stderr.split())
+    result = lowtide(command, "flux1", "--backend", "Auto")
+    assert result.exit_code == 2 and "`lowtide plan` shows what it would choose" in " ".join(result.stderr.split())
+
+
+def test_a_size_is_no_choice_for_a_folder(lowtide: Callable[..., Any], unknown_model: Path) -> None:
+    result = lowtide("inspect", str(unknown_model), "--size", "tiny")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--size chooses a configuration of a family" in " ".join(result.stderr.split())
+
+
 def test_a_pipeline_folder_is_known_by_its_class(lowtide_json: Callable[..., Any], tmp_path: Path) -> None:
     row = families.find("sana")
     model = diffusers.SanaTransformer2DModel(**row.tiny.config)

@@ -106,6 +106,30 @@ def test_a_saved_plan_can_be_read(lowtide: Callable[..., Any], tmp_path: Path) -
     assert saved.schedule.stacks["transformer_blocks"].depth == 24
 
 
+def test_a_place_that_cannot_be_written_to_is_told_before_planning(
+    lowtide: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(*_: Any, **__: Any) -> None:
+        raise AssertionError("planned for nothing")
+
+    monkeypatch.setattr("lowtide.measure.planning.plan_for", planned)
+    done = lowtide(*SD3, "--budget", "6GiB", "--save", str(tmp_path / "no" / "plan.json"))
+    assert (done.exit_code, done.stdout) == (3, "")
+    assert "its folder does not exist" in " ".join(done.stderr.split())
+
+
+def test_an_answer_is_shown_where_the_disk_is_full_in_the_end(
+    lowtide: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    done = lowtide(*SD3, "--budget", "6GiB", "--save", str(tmp_path / "plan.json"))
+    assert done.exit_code == 3 and "A schedule for a budget of 6.00 GiB" in done.stdout
+    assert "No space left on device" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

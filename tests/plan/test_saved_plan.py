@@ -12,7 +12,7 @@ from lowtide.errors import ConfigError, MachineError
 from lowtide.plan.answer import Alternative, Plan
 from lowtide.plan.costs import FORECAST, BlockKind, LinkRates, StepCosts, TreatmentCost
 from lowtide.plan.explain import CHOSEN, SLOWER, TOO_MUCH, as_dict, in_words
-from lowtide.plan.saved_plan import dumps, load_plan, loads, save_plan
+from lowtide.plan.saved_plan import check_place, dumps, load_plan, loads, save_plan
 from lowtide.plan.schedule import ATTENTION, BOUNDARY, FFN, KEPT, WHOLE
 from lowtide.plan.solve import smallest_peak, solve
 from lowtide.testing import cpu_offload
@@ -135,6 +135,36 @@ def test_a_plan_comes_back_from_a_file(tmp_path) -> None:
     save_plan(tmp_path / "plan.json", _plan(), {"resolution": "1024"})
     saved = load_plan(tmp_path / "plan.json")
     assert saved.plan == _plan() and saved.conditions == {"resolution": "1024"}
+
+
+def test_a_handle_without_a_plan_has_none_to_save(tmp_path) -> None:
+    with lowtide.attach(chain(6)) as handle:
+        assert handle.settled and handle.plan is None
+    with lowtide.attach(chain(6), backend="auto", vram_budget="1GiB") as handle:
+        assert not handle.settled
+        with pytest.raises(ConfigError, match=r"no plan to be written to .*handle.settled` says when"):
+            save_plan(tmp_path / "plan.json", handle.plan)
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_a_loop_for_auto_runs_with_its_saved_plan(tmp_path) -> None:
+    costs = _step()
+    plan = solve(StepCosts({"b": costs.kinds["b"]}, {"blocks": ("b",) * 6}, 1000 * MIB), 1300 * MIB)
+    save_plan(tmp_path / "plan.json", plan)
+    with lowtide.attach(chain(6), schedule=tmp_path / "plan.json") as handle:
+        assert handle.settled and handle.plan == plan
+    with lowtide.attach(chain(6), schedule=plan.schedule) as handle:
+        assert handle.settled and handle.plan is None
+
+
+def test_where_no_plan_can_be_written_is_told_before_there_is_one(tmp_path) -> None:
+    check_place(tmp_path / "plan.json")
+    save_plan(tmp_path / "plan.json", _plan())
+    check_place(tmp_path / "plan.json")
+    with pytest.raises(MachineError, match=r"cannot be written to .*no/plan.json: its folder does not exist"):
+        check_place(tmp_path / "no" / "plan.json")
+    with pytest.raises(MachineError, match="it is a folder"):
+        check_place(tmp_path)
 
 
 def test_attach_takes_the_schedule_of_a_saved_plan() -> None:

@@ -138,6 +138,9 @@ def test_stacks_are_found_by_structure() -> None:
     assert [path for path, _ in alone.blocks] == ["0", "1", "2"] and alone.name == "Sequential"
     with pytest.raises(UnsupportedError, match="no block stack was found"):
         resolve(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), None)
+    layers = [nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2)) for _ in range(3)]
+    with pytest.raises(UnsupportedError, match=r"two layers that multiply \(Linear, .* norms .*not count"):
+        resolve(nn.ModuleList(layers), None)
 
 
 def test_a_handle_that_is_detached_twice_harms_no_other() -> None:
