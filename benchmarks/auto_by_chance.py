@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("works", nargs="+", help="a family, with sizes as in wan21_1_3b:FR=33,H=480; synthetic:16x4096")
     parser.add_argument("--runs", type=int, default=24, help="machines drawn, each at four budgets")
     parser.add_argument("--noise", type=float, default=0.03, help="of a step's time")
-    parser.add_argument("--card", default="RTX 4090")
+    parser.add_argument("--card", default="RTX 4090", help="whose figures the forecast has")
     parser.add_argument("--save", type=Path)
     options = parser.parse_args()
     for work in options.works:
@@ -192,7 +192,7 @@ def main() -> None:
             line = {
                 "work": name,
                 "sizes": sizes,
-                "card": options.card,
+                "forecast_card": options.card,
                 "noise": options.noise,
                 "behind": {str(share): [round(each, 5) for each, _ in runs] for share, runs in found.items()},
                 "steps": {str(share): [steps for _, steps in runs] for share, runs in found.items()},
