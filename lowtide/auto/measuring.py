@@ -78,14 +78,14 @@ class _Tried:
     @property
     def counted_ms(self) -> float:
         """To be compared."""
-        return self._counted(self.step_ms)
+        return self.counted(self.step_ms)
 
     @property
     def surely_ms(self) -> float:
         """To be compared with plans that have run once more."""
-        return self.counted_ms if self.again else self._counted(max(self.times_ms, default=math.inf))
+        return self.counted_ms if self.again else self.counted(max(self.times_ms, default=math.inf))
 
-    def _counted(self, step_ms: float) -> float:
+    def counted(self, step_ms: float) -> float:
         return step_ms * (1 + _WORTH * self.plan.schedule.moves_anything)
 
 
@@ -148,9 +148,7 @@ def _worth_another_run(planner: Planner, tried: list[_Tried]) -> _Tried | None:
     the only one and was nowhere near the limit: pieces that fit nothing differ little from one time to the next."""
 
     def expected_ms(one: _Tried) -> float:
-        return (
-            one.counted_ms + replace(one, times_ms=(planner.as_it_ran(one.plan).prediction.step_ms,)).counted_ms
-        ) / 2
+        return (one.counted_ms + one.counted(planner.as_it_ran(one.plan).prediction.step_ms)) / 2
 
     order = sorted((one for one in tried if planner.fits(one.plan)), key=_in_order)
     able = [one for one in order if one.is_crowded == order[0].is_crowded]

@@ -128,12 +128,10 @@ class _Samples:
             for key, group in groups.items()
         }
         self._ratios: dict[str, float] = {}
-        pairs = [
-            (kind.forward_ms + kind.backward_ms, sum(self._median[name, KEPT]))
-            for name, kind in costs.kinds.items()
-            if (name, KEPT) in self._median
-        ]
-        self._kept_ratio = sum(m for _, m in pairs) / sum(e for e, _ in pairs) if pairs else None
+        kept = {name: kind for name, kind in costs.kinds.items() if (name, KEPT) in self._median}
+        forecast_ms = sum(kind.forward_ms + kind.backward_ms for kind in kept.values())
+        kept_ms = sum(sum(self._median[name, KEPT]) for name in kept)
+        self._kept_ratio = kept_ms / forecast_ms if forecast_ms > 0 else None
         self._inferred = {
             name: found for name, kind in costs.kinds.items() if (found := self._without_extra(name, kind))
         }
@@ -263,7 +261,8 @@ def _wanted(costs: StepCosts) -> Iterator[tuple[str, int, Sequence[TreatmentCost
             members.setdefault(kind, []).append((stack, index))
     for name, blocks in members.items():
         ways_of = [ways for t in SAMPLED[:-1] if (ways := _ways(costs, name, t))]
-        ways_of.sort(key=lambda ways: ways[0].kept_bytes)  # what keeps most would leave no room to the others
+        if len(blocks) > len(ways_of):  # what keeps most would leave no room to the others; of few, plans keep some
+            ways_of.sort(key=lambda ways: ways[0].kept_bytes)
         rounds = min(_MOST_A_TREATMENT, max(1, len(blocks) // (len(ways_of) + 1)))
         spread = _spread(blocks, rounds * len(ways_of))
         yield from ((*block, ways_of[place % len(ways_of)]) for place, block in enumerate(spread))

@@ -3,12 +3,13 @@
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
 from lowtide import families
-from lowtide.auto.measuring import MOST_STEPS, measuring
+from lowtide.auto.measuring import MOST_STEPS, _Tried, _worth_another_run, measuring
 from lowtide.auto.planner import Planner
 from lowtide.measure.build import build_model
 from lowtide.measure.inputs import build_inputs
@@ -220,6 +221,28 @@ def test_plans_that_are_close_run_once_more_and_all_their_steps_count() -> None:
     assert scripted.run(made_planner()).schedule == first
     lucky = [schedule for schedule in scripted.ran if scripted.ran.count(schedule) == 2]
     assert lucky and all(steps.count(schedule) == 8 for schedule in lucky)
+
+
+def test_of_plans_that_are_close_those_run_once_more_of_which_all_steps_say_the_best(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three, the one in the middle by its own steps was unlucky; the first was lucky, and another is far behind."""
+    plan = planner.plan(careful=True)
+    said_ms = {"lucky": 104.0, "unlucky": 96.0, "as said": 102.0, "far": 96.0}
+    took_ms = {"lucky": 100.0, "unlucky": 103.0, "as said": 102.0, "far": 130.0}
+    made = {name: replace(plan, mode=name) for name in said_ms}
+    tried = [_Tried(made[name], (ms,) * 3) for name, ms in took_ms.items()]
+
+    def as_it_ran(plan: Plan) -> Plan:
+        known = replace(plan.prediction, plain_ms=said_ms[plan.mode or ""] - plan.prediction.added_ms)
+        return replace(plan, prediction=known)
+
+    monkeypatch.setattr(planner, "as_it_ran", as_it_ran)
+    order = []
+    while (one := _worth_another_run(planner, tried)) is not None:
+        order.append(one.plan.mode)
+        tried[tried.index(one)] = replace(one, again=True)
+    assert order == ["unlucky", "lucky", "as said"]
 
 
 def test_a_first_plan_beside_which_nothing_fits_is_measured_too(
