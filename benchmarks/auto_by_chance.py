@@ -30,7 +30,7 @@ from lowtide.handle import rows_for
 from lowtide.measure.cards import find_card
 from lowtide.measure.probe import BlockTime, Probed
 from lowtide.plan.answer import Plan
-from lowtide.plan.assignment import assignment_of
+from lowtide.plan.assignment import assignment_of, placed
 from lowtide.plan.costs import BlockKind, StepCosts, TreatmentCost
 from lowtide.plan.predict_step import predict_step
 from lowtide.plan.schedule import FFN, MIN_BYTES, SELECTIVE, WHOLE, Schedule
@@ -126,16 +126,12 @@ class Machine:
         )
 
     def _block_times(self, schedule: Schedule) -> Iterator[tuple[tuple[str, int], BlockTime]]:
-        for stack, chosen in assignment_of(self.costs, schedule).items():
-            index = 0
-            for cost in chosen:
-                wrong = self.probes.get(cost.treatment, 1.0) / cost.blocks
-                for _ in range(cost.blocks):
-                    kind = self.costs.kinds[self.costs.stacks[stack][index]]
-                    forward_ms = (kind.forward_ms + wrong * cost.extra_forward_ms) * self._late()
-                    backward_ms = (kind.backward_ms + wrong * cost.extra_backward_ms) * self._late()
-                    yield (stack, index), BlockTime(forward_ms, backward_ms)
-                    index += 1
+        for stack, first, name, cost in placed(self.costs, assignment_of(self.costs, schedule)):
+            kind, wrong = self.costs.kinds[name], self.probes.get(cost.treatment, 1.0) / cost.blocks
+            for index in range(first, first + cost.blocks):
+                forward_ms = (kind.forward_ms + wrong * cost.extra_forward_ms) * self._late()
+                backward_ms = (kind.backward_ms + wrong * cost.extra_backward_ms) * self._late()
+                yield (stack, index), BlockTime(forward_ms, backward_ms)
 
     def _late(self) -> float:
         late = 1 + abs(self.draw.gauss(0, self.noise))

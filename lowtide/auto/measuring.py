@@ -150,10 +150,10 @@ def _worth_another_run(planner: Planner, tried: list[_Tried]) -> _Tried | None:
     def expected_ms(one: _Tried) -> float:
         return (one.counted_ms + one.counted(planner.as_it_ran(one.plan).prediction.step_ms)) / 2
 
-    order = sorted((one for one in tried if planner.fits(one.plan)), key=_in_order)
-    able = [one for one in order if one.is_crowded == order[0].is_crowded]
-    able.sort(key=expected_ms)
-    close = [one for one in able if expected_ms(one) <= (1 + _CLOSE) * expected_ms(able[0])]
+    fit = [one for one in tried if planner.fits(one.plan)]
+    able = [one for one in fit if not one.is_crowded] or fit
+    expected = sorted(((expected_ms(one), one) for one in able), key=lambda each: each[0])
+    close = [one for ms, one in expected if ms <= (1 + _CLOSE) * expected[0][0]]
     if not close or (len(close) == 1 and not planner.near_the_limit(close[0].reserved_bytes)):
         return None
     return next((one for one in close if not one.again), None)

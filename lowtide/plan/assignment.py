@@ -64,6 +64,15 @@ def _costs_of(costs: StepCosts, name: str, stack: StackSchedule) -> Iterator[Tre
         index += blocks
 
 
+def placed(costs: StepCosts, assignment: Assignment) -> Iterator[tuple[str, int, str, TreatmentCost]]:
+    """Stack, index of its first block, and kind, of everything that is assigned, in call order."""
+    for stack, kinds in costs.stacks.items():
+        index = 0
+        for cost in assignment[stack]:
+            yield stack, index, kinds[index], cost
+            index += cost.blocks
+
+
 def without_last_move(costs: StepCosts, assignment: Assignment) -> Assignment:
     """The same, but what runs last stays on the device: backward asks for it at once.
 

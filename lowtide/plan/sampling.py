@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from lowtide.plan.assignment import Assignment, without_last_move
+from lowtide.plan.assignment import Assignment, placed, without_last_move
 from lowtide.plan.costs import MEASURED, BlockKind, LinkRates, StepCosts, TreatmentCost
 from lowtide.plan.predict_step import predict_step
 from lowtide.plan.schedule import BOUNDARY, FFN, KEPT, SAVED, SELECTIVE, WHOLE
@@ -216,12 +216,9 @@ def _alone(
     costs: StepCosts, assignment: Assignment, seen: Mapping[tuple[str, int], _T]
 ) -> Iterator[tuple[str, TreatmentCost, _T]]:
     """Kind and treatment of every block that is in no segment with others, and what was seen of it."""
-    for stack, kinds in costs.stacks.items():
-        index = 0
-        for cost in assignment[stack]:
-            if cost.blocks == 1 and (stack, index) in seen:
-                yield kinds[index], cost, seen[stack, index]
-            index += cost.blocks
+    for stack, index, kind, cost in placed(costs, assignment):
+        if cost.blocks == 1 and (stack, index) in seen:
+            yield kind, cost, seen[stack, index]
 
 
 def _whole(costs: StepCosts, moves: bool) -> dict[str, list[TreatmentCost]]:

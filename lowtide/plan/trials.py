@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy
 from numpy.typing import NDArray
 
-from lowtide.plan.assignment import Assignment
+from lowtide.plan.assignment import Assignment, placed
 from lowtide.plan.costs import COPYING, BlockKind, StepCosts, TreatmentCost
 from lowtide.plan.predict_step import predict_step
 from lowtide.plan.schedule import FFN, SELECTIVE, WHOLE
@@ -42,21 +42,14 @@ class Trials:
         was seen."""
         made = predict_step(self.timed, assignment)
         added = dict.fromkeys(_PRIORS, 0.0)
-        for kind, cost in self._kinds_of(assignment):
+        for _, _, kind, cost in placed(self.timed, assignment):
             if cost.treatment in added:
-                added[cost.treatment] += cost.extra_ms - kind.copying_ms(cost)
+                added[cost.treatment] += cost.extra_ms - self.timed.kinds[kind].copying_ms(cost)
         added[_OUTSIDE] = self.timed.plain_ms
         added[_COPIES] = 0.0 if self.timed.link is None else self.timed.link.out_ms(made.copied_bytes)
         self._rows.append(list(added.values()))
         self._errors_ms.append(step_ms - made.step_ms)
         self._noise_ms.append(max(_NOISE * step_ms, noise_ms))
-
-    def _kinds_of(self, assignment: Assignment) -> Iterator[tuple[BlockKind, TreatmentCost]]:
-        for stack, chosen in assignment.items():
-            index = 0
-            for cost in chosen:
-                yield self.timed.kinds[self.timed.stacks[stack][index]], cost
-                index += cost.blocks
 
     def applied(self, costs: StepCosts) -> StepCosts:
         """These costs, with times as all steps so far have them. Of ``costs`` only the bytes count."""

@@ -1,6 +1,5 @@
 """Which plan stays, by what steps are scripted to have taken."""
 
-import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +14,7 @@ from lowtide.measure.build import build_model
 from lowtide.measure.inputs import build_inputs
 from lowtide.measure.probe import BlockTime, Probed
 from lowtide.plan.answer import Plan
-from lowtide.plan.assignment import assignment_of
+from lowtide.plan.assignment import assignment_of, placed
 from lowtide.plan.costs import MEASURED, StepCosts
 from lowtide.plan.predict_step import predict_step
 from lowtide.plan.schedule import SELECTIVE, WHOLE, Schedule
@@ -74,15 +73,13 @@ class Watched(Scripted):
 
     def seen(self, planner: Planner, schedule: Schedule) -> Probed:
         times = {}
-        for stack, chosen in assignment_of(self.believed, schedule).items():
-            kinds = iter(enumerate(self.believed.stacks[stack]))
-            for cost in chosen:
-                for index, name in itertools.islice(kinds, cost.blocks):
-                    kind = self.believed.kinds[name]
-                    times[stack, index] = BlockTime(
-                        kind.forward_ms + cost.extra_forward_ms / cost.blocks,
-                        kind.backward_ms + cost.extra_backward_ms / cost.blocks,
-                    )
+        for stack, first, name, cost in placed(self.believed, assignment_of(self.believed, schedule)):
+            kind = self.believed.kinds[name]
+            for index in range(first, first + cost.blocks):
+                times[stack, index] = BlockTime(
+                    kind.forward_ms + cost.extra_forward_ms / cost.blocks,
+                    kind.backward_ms + cost.extra_backward_ms / cost.blocks,
+                )
         return Probed(times, {}, self.time_ms(schedule), None, None)
 
 
