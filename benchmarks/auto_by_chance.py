@@ -44,6 +44,9 @@ BLOCKS, TREATMENTS, COPIES, PROBES = 0.3, 0.25, 0.3, 0.25
 their own time though nobody waits for them; and by how much probes of single blocks err about what a treatment adds."""
 LATE = 0.1
 """Of all steps, that are late by three times the noise."""
+SLOWER, PERIOD = 0.2, 6
+"""By how much every step takes longer while the host is busy with something else, and how many steps that lasts on
+average."""
 WRONG = (FFN, SELECTIVE, WHOLE)
 
 
@@ -72,18 +75,21 @@ def forecast(work: str, sizes: dict[str, int], card: str) -> Planner:
 @dataclass
 class Machine:
     """A machine that differs from what was forecast. costs: what steps take there. probes: what single blocks seem to
-    add there under a treatment, of what they do add. noise: of a step's time."""
+    add there under a treatment, of what they do add. noise: of a step's time. busy: of all steps, the share in periods
+    in which the host is busy."""
 
     costs: StepCosts
     probes: Mapping[str, float]
     noise: float
+    busy: float
     draw: random.Random
     schedule: Schedule | None = None
     stays: Plan | None = None
     steps: int = 0
+    is_busy: bool = False
 
     @classmethod
-    def drawn(cls, foreseen: StepCosts, noise: float, seed: int) -> "Machine":
+    def drawn(cls, foreseen: StepCosts, noise: float, busy: float, seed: int) -> "Machine":
         draw = random.Random(seed)
         slower = _about(draw, BLOCKS)
         of = {treatment: _about(draw, TREATMENTS) for treatment in WRONG}
@@ -105,7 +111,7 @@ class Machine:
             for name, kind in foreseen.kinds.items()
         }
         costs = replace(foreseen, kinds=kinds, other_ms=foreseen.other_ms * slower)
-        return cls(costs, {treatment: _about(draw, PROBES) for treatment in WRONG}, noise, draw)
+        return cls(costs, {treatment: _about(draw, PROBES) for treatment in WRONG}, noise, busy, draw)
 
     def run_under(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -121,6 +127,8 @@ class Machine:
         """A step under what is attached, as it was seen."""
         assert self.schedule is not None
         self.steps += 1
+        begins = self.busy / (1 - self.busy) / PERIOD
+        self.is_busy = self.draw.random() < (1 - 1 / PERIOD if self.is_busy else begins) if self.busy else False
         return Probed(
             dict(self._block_times(self.schedule)), {}, self.step_ms(self.schedule) * self._late(), None, None
         )
@@ -134,7 +142,7 @@ class Machine:
                 yield (stack, index), BlockTime(forward_ms, backward_ms)
 
     def _late(self) -> float:
-        late = 1 + abs(self.draw.gauss(0, self.noise))
+        late = (1 + abs(self.draw.gauss(0, self.noise))) * (1 + SLOWER * self.is_busy)
         return late * (1 + 3 * self.noise) if self.draw.random() < LATE else late
 
 
@@ -142,13 +150,13 @@ def _about(draw: random.Random, error: float) -> float:
     return draw.uniform(1 - error, 1 + error)
 
 
-def settled(foreseen: Planner, share: float, noise: float, seed: int) -> tuple[float, int]:
+def settled(foreseen: Planner, share: float, noise: float, busy: float, seed: int) -> tuple[float, int]:
     """By which share of its time what stays is slower than the best, and after how many steps it stays."""
     assert foreseen.costs is not None
     least = ABOVE * smallest_peak(foreseen.costs).peak_bytes
     most = solve(foreseen.costs, 2**60).prediction.peak_bytes
     planner = replace(foreseen, budget_bytes=int(least + share * (most - least)), _seen=[])
-    machine = Machine.drawn(foreseen.costs, noise, seed)
+    machine = Machine.drawn(foreseen.costs, noise, busy, seed)
     steps = measuring(planner, machine)
     try:
         next(steps)
@@ -170,6 +178,7 @@ def main() -> None:
     parser.add_argument("works", nargs="+", help="a family, with sizes as in wan21_1_3b:FR=33,H=480; synthetic:16x4096")
     parser.add_argument("--runs", type=int, default=24, help="machines drawn, each at four budgets")
     parser.add_argument("--noise", type=float, default=0.03, help="of a step's time")
+    parser.add_argument("--busy", type=float, default=0.0, help="share of steps in periods in which the host is busy")
     parser.add_argument("--card", default="RTX 4090", help="whose figures the forecast has")
     parser.add_argument("--save", type=Path)
     options = parser.parse_args()
@@ -177,7 +186,8 @@ def main() -> None:
         name, sizes = named(work)
         foreseen = forecast(name, sizes, options.card)
         found = {
-            share: [settled(foreseen, share, options.noise, seed) for seed in range(options.runs)] for share in SHARES
+            share: [settled(foreseen, share, options.noise, options.busy, seed) for seed in range(options.runs)]
+            for share in SHARES
         }
         behind = [each for runs in found.values() for each, _ in runs]
         over = {f"over {limit:.0%}": sum(each > limit for each in behind) / len(behind) for limit in (0.02, 0.04, 0.08)}
@@ -190,6 +200,7 @@ def main() -> None:
                 "sizes": sizes,
                 "forecast_card": options.card,
                 "noise": options.noise,
+                "busy": options.busy,
                 "behind": {str(share): [round(each, 5) for each, _ in runs] for share, runs in found.items()},
                 "steps": {str(share): [steps for _, steps in runs] for share, runs in found.items()},
                 **provenance("cpu"),

@@ -8,8 +8,9 @@ Every step is a training step with the gradients of a plain run. They run under
    few steps each. The first plan once more, and the two best of the fixed settings, if they are not far behind by those
    times; the plan that would win most if one treatment were quicker than it seems, and the plan from what all of these
    took;
-4. the quickest of those once more, where others are close or little room is left. What is quickest stays, unless the
-   allocator has to make room for it in every step.
+4. the quickest of those again in turns, and of these those that are still close, where any are or little room is left:
+   a busy host makes all steps of some seconds late. What is quickest stays, unless the allocator has to make room for
+   it in every step.
 
 Where the plain run fits, it stays with that, and measures nothing but its peak.
 """
@@ -46,14 +47,13 @@ any schedule counts bytes, which takes time of its own."""
 _NOT_FAR = 0.15
 """Of the quickest step's time, by which a plan may be slower by prediction and still be tried: treatments seemed slower
 by as much when they were measured on single blocks."""
-_CLOSE = 0.05
-"""Of the quickest step's time, by which others may be slower and run once more beside it: on a busy host the median of
-three steps of one plan and the next three of the same lay 4 % apart."""
-_MOST_AGAIN = 3
+_ROUNDS = ((6, 0.15), (3, 0.05), (2, 0.03))
+"""How many plans run once more beside each other, and by how much of the quickest step's time these may seem slower. On
+a busy host the median of three steps of one plan and the next three of the same lay 4 % apart, and 15 % once."""
 _CROWDED = 2
 """Of the steps that are timed at a time, so many in which the allocator gave back what it had cached: those to come
 would, too, and each waits for the device then."""
-MOST_STEPS = 2 + (1 + 4 + 1 + _MOST_FIXED + 1 + 1 + _MOST_AGAIN) * (1 + _TIMED)
+MOST_STEPS = 2 + (1 + 4 + 1 + _MOST_FIXED + 1 + 1 + sum(most for most, _ in _ROUNDS)) * (1 + _TIMED)
 """Until it settles, the first under what stays among them: where all steps are of one size and none fails."""
 _WORTH = 0.01
 """Of the time of a step, that copies have to save to be worth it: what else uses the link or the host may change."""
@@ -61,19 +61,23 @@ _WORTH = 0.01
 
 @dataclass(frozen=True)
 class _Tried:
-    """A plan as it ran. times_ms: of steps that were complete. reserved_bytes: the most; 0: not known. again: it has
-    run once more."""
+    """A plan as it ran. runs_ms: each time, its steps that were complete. reserved_bytes: the most; 0: not known."""
 
     plan: Plan
-    times_ms: tuple[float, ...] = ()
+    runs_ms: tuple[tuple[float, ...], ...] = ()
     reserved_bytes: int = 0
     is_crowded: bool = False
-    again: bool = False
+
+    @property
+    def again(self) -> int:
+        """How often it has run once more."""
+        return max(0, len(self.runs_ms) - 1)
 
     @property
     def step_ms(self) -> float:
-        """The quickest would favour what was lucky once."""
-        return statistics.median(self.times_ms) if self.times_ms else math.inf
+        """By the quickest run, as a busy host makes some late and none early; of its steps the quickest would favour
+        what was lucky once."""
+        return min((statistics.median(times_ms) for times_ms in self.runs_ms), default=math.inf)
 
     @property
     def counted_ms(self) -> float:
@@ -83,7 +87,7 @@ class _Tried:
     @property
     def surely_ms(self) -> float:
         """To be compared with plans that have run once more."""
-        return self.counted_ms if self.again else self.counted(max(self.times_ms, default=math.inf))
+        return self.counted_ms if self.again else self.counted(max(itertools.chain(*self.runs_ms), default=math.inf))
 
     def counted(self, step_ms: float) -> float:
         return step_ms * (1 + _WORTH * self.plan.schedule.moves_anything)
@@ -128,9 +132,10 @@ def measuring(planner: Planner, attached: Attached) -> Steps:
         yield from _try_new(planner, attached, fixed, _FIXED, tried)
     yield from _try_new(planner, attached, _hoped(planner, tried), _HOPED, tried)
     yield from _try_new(planner, attached, _candidate(planner, like=True), _LAST, tried)
-    for _ in range(_MOST_AGAIN):
-        if (worth := _worth_another_run(planner, tried)) is not None:
-            yield from _run_again(planner, attached, worth, tried)
+    for number, (most, close) in enumerate(_ROUNDS, start=1):
+        for _ in range(most):
+            if (worth := _worth_another_run(planner, tried, number, close)) is not None:
+                yield from _run_again(planner, attached, worth, tried)
     _take(planner, attached, _stays(planner, tried, plan), "from now on", settled=True)
 
 
@@ -142,10 +147,11 @@ def _try_new(
         tried.append((yield from _try(planner, _take(planner, attached, plan, why))))
 
 
-def _worth_another_run(planner: Planner, tried: list[_Tried]) -> _Tried | None:
-    """The quickest that has run only once, among those that are close: by half of what its own steps took, and half of
-    what all steps say of it, which are more and tell less of it alone. The very quickest does not need it where it is
-    the only one and was nowhere near the limit: pieces that fit nothing differ little from one time to the next."""
+def _worth_another_run(planner: Planner, tried: list[_Tried], times: int, close: float) -> _Tried | None:
+    """The quickest that has not run again so many times, among those that are close: by half of what its own steps
+    took, and half of what all steps say of it, which are more and tell less of it alone. The very quickest does not
+    need it where it is the only one and was nowhere near the limit: pieces that fit nothing differ little from one time
+    to the next."""
 
     def expected_ms(one: _Tried) -> float:
         return (one.counted_ms + one.counted(planner.as_it_ran(one.plan).prediction.step_ms)) / 2
@@ -153,10 +159,10 @@ def _worth_another_run(planner: Planner, tried: list[_Tried]) -> _Tried | None:
     fit = [one for one in tried if planner.fits(one.plan)]
     able = [one for one in fit if not one.is_crowded] or fit
     expected = sorted(((expected_ms(one), one) for one in able), key=lambda each: each[0])
-    close = [one for ms, one in expected if ms <= (1 + _CLOSE) * expected[0][0]]
-    if not close or (len(close) == 1 and not planner.near_the_limit(close[0].reserved_bytes)):
+    near = [one for ms, one in expected if ms <= (1 + close) * expected[0][0]]
+    if not near or (len(near) == 1 and not planner.near_the_limit(near[0].reserved_bytes)):
         return None
-    return next((one for one in close if not one.again), None)
+    return next((one for one in near if one.again < times), None)
 
 
 def _stays(planner: Planner, tried: list[_Tried], first: Plan) -> Plan:
@@ -172,8 +178,8 @@ def _run_again(
     planner: Planner, attached: Attached, before: _Tried, tried: list[_Tried]
 ) -> Generator[bool, Probed | None]:
     again = yield from _try(planner, _take(planner, attached, before.plan, _AGAIN))
-    times_ms, most_bytes = before.times_ms + again.times_ms, max(before.reserved_bytes, again.reserved_bytes)
-    tried[tried.index(before)] = _Tried(again.plan, times_ms, most_bytes, again.is_crowded, again=True)
+    runs_ms, most_bytes = before.runs_ms + again.runs_ms, max(before.reserved_bytes, again.reserved_bytes)
+    tried[tried.index(before)] = _Tried(again.plan, runs_ms, most_bytes, again.is_crowded)
 
 
 def _candidate(planner: Planner, moving: bool = True, like: bool = False) -> Plan | None:
@@ -223,7 +229,7 @@ def _try(planner: Planner, plan: Plan) -> Generator[bool, Probed | None, _Tried]
     is_crowded = sum(probed.retries > 0 for probed in seen) >= _CROWDED
     if is_crowded:
         _log.info("auto: PyTorch gave cached memory back in most of these steps: it stays only if nothing else does")
-    return _Tried(planner.as_it_ran(plan), times_ms, reserved_bytes, is_crowded)
+    return _Tried(planner.as_it_ran(plan), (times_ms,), reserved_bytes, is_crowded)
 
 
 def _in_order(tried: _Tried) -> tuple[bool, float]:

@@ -103,7 +103,7 @@ def test_the_first_plan_stays_where_it_turns_out_to_be_the_quickest(planner: Pla
     first = planner.plan(careful=True).schedule
     scripted = Scripted(lambda schedule: 0.97 * predicted_ms if schedule == first else predicted_ms)
     assert scripted.run(planner).schedule == first
-    assert scripted.ran.count(first) == 4  # to begin with, once more, beside others that are close, from then on
+    assert scripted.ran.count(first) == 6  # to begin with, once more, thrice beside others, from then on
 
 
 def test_the_first_plan_is_not_run_again_where_it_is_far_behind(
@@ -201,23 +201,39 @@ def test_it_settles_within_the_steps_that_are_told(seed: int, monkeypatch: pytes
     predicted_ms = made_planner().plan(careful=True).prediction.step_ms
     scripted = Scripted(lambda schedule: predicted_ms * draw.uniform(0.97, 1.03))
     scripted.run(made_planner())
-    assert MOST_STEPS - 20 <= scripted.steps <= MOST_STEPS
+    assert MOST_STEPS - 32 <= scripted.steps <= MOST_STEPS
 
 
-def test_plans_that_are_close_run_once_more_and_all_their_steps_count() -> None:
+def test_a_plan_that_ran_while_the_host_was_busy_runs_again() -> None:
+    """The second one takes 14 % longer then, in all of its steps, and 4 % less than others later."""
+    predicted_ms = made_planner().plan(careful=True).prediction.step_ms
+    tried: list[Schedule] = []
+    steps: list[Schedule] = []
+
+    def time_ms(schedule: Schedule) -> float:
+        if schedule not in tried:
+            tried.append(schedule)
+        steps.append(schedule)
+        busy = steps.count(schedule) <= 4
+        return predicted_ms * ((1.1 if busy else 0.96) if tried.index(schedule) == 2 else 1.0)
+
+    scripted = Scripted(time_ms)
+    stays = scripted.run(made_planner()).schedule
+    assert stays == tried[2]
+    assert scripted.ran.count(stays) >= 3  # when it was slow, again, from then on
+
+
+def test_one_lucky_step_of_a_plan_does_not_count() -> None:
     predicted_ms = made_planner().plan(careful=True).prediction.step_ms
     first = made_planner().plan(careful=True).schedule
     steps: list[Schedule] = []
 
     def time_ms(schedule: Schedule) -> float:
-        """In its first two timed steps, what is no first plan is lucky."""
+        """The second step of any run of what is no first plan is lucky."""
         steps.append(schedule)
-        return predicted_ms * (1.0 if schedule == first else 0.97 if steps.count(schedule) <= 3 else 1.02)
+        return predicted_ms * (1.0 if schedule == first else 0.9 if steps.count(schedule) % 4 == 2 else 1.02)
 
-    scripted = Scripted(time_ms)
-    assert scripted.run(made_planner()).schedule == first
-    lucky = [schedule for schedule in scripted.ran if scripted.ran.count(schedule) == 2]
-    assert lucky and all(steps.count(schedule) == 8 for schedule in lucky)
+    assert Scripted(time_ms).run(made_planner()).schedule == first
 
 
 def test_of_plans_that_are_close_those_run_once_more_of_which_all_steps_say_the_best(
@@ -228,7 +244,7 @@ def test_of_plans_that_are_close_those_run_once_more_of_which_all_steps_say_the_
     said_ms = {"lucky": 104.0, "unlucky": 96.0, "as said": 102.0, "far": 96.0}
     took_ms = {"lucky": 100.0, "unlucky": 103.0, "as said": 102.0, "far": 130.0}
     made = {name: replace(plan, mode=name) for name in said_ms}
-    tried = [_Tried(made[name], (ms,) * 3) for name, ms in took_ms.items()]
+    tried = [_Tried(made[name], ((ms,) * 3,)) for name, ms in took_ms.items()]
 
     def as_it_ran(plan: Plan) -> Plan:
         known = replace(plan.prediction, plain_ms=said_ms[plan.mode or ""] - plan.prediction.added_ms)
@@ -236,10 +252,11 @@ def test_of_plans_that_are_close_those_run_once_more_of_which_all_steps_say_the_
 
     monkeypatch.setattr(planner, "as_it_ran", as_it_ran)
     order = []
-    while (one := _worth_another_run(planner, tried)) is not None:
-        order.append(one.plan.mode)
-        tried[tried.index(one)] = replace(one, again=True)
-    assert order == ["unlucky", "lucky", "as said"]
+    for times, close in ((1, 0.05), (2, 0.01), (2, 0.03)):  # with the second, only one is close
+        while (one := _worth_another_run(planner, tried, times, close)) is not None:
+            order.append(one.plan.mode)
+            tried[tried.index(one)] = replace(one, runs_ms=one.runs_ms + one.runs_ms[:1])
+    assert order == ["unlucky", "lucky", "as said"] * 2
 
 
 def test_a_first_plan_beside_which_nothing_fits_is_measured_too(
