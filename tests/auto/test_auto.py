@@ -23,7 +23,7 @@ from tests.auto.models import STEPS, attached, budget_for, dropping, peaks
 from tests.contract.conftest import EVERY_MODE
 from tests.runtime.toys import Block, Chain, assert_equal, step
 
-pytestmark = pytest.mark.usefixtures("offload")
+pytestmark = pytest.mark.usefixtures("offload", "one_round")
 
 
 def ran_as_planned(handle: AutoHandle) -> bool:

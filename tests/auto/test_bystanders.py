@@ -20,7 +20,7 @@ from lowtide.plan.costs import MEASURED
 from tests.auto.models import STEPS, attached, budget_for, dropping, peaks
 from tests.runtime.toys import Block, Chain, Residual, assert_equal, compile_each, step
 
-pytestmark = pytest.mark.usefixtures("offload")
+pytestmark = pytest.mark.usefixtures("offload", "one_round")
 
 
 class Drawing(Chain):

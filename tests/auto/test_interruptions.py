@@ -14,7 +14,7 @@ from lowtide.plan.schedule import IN_SEGMENTS, KEPT
 from tests.auto.models import STEPS, attached, budget_for, dropping
 from tests.runtime.toys import Chain, assert_equal, step
 
-pytestmark = pytest.mark.usefixtures("offload")
+pytestmark = pytest.mark.usefixtures("offload", "one_round")
 X = torch.randn(128, 64, generator=torch.Generator().manual_seed(0))
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from lowtide.auto.measuring import MOST_STEPS
 from lowtide.errors import ConfigError
 from lowtide.plan.costs import BlockKind, LinkRates, StepCosts, TreatmentCost
 from lowtide.plan.saved_plan import load_plan, save_plan
@@ -14,13 +13,15 @@ from lowtide.plan.schedule import KEPT, SAVED
 from lowtide.plan.solve import solve
 from lowtide.testing import cpu_offload
 from lowtide.train.report import result_lines, setting_name
+from tests.auto.models import STEPS
 from tests.train.test_auto import AUTO, Train, least_bytes
 
-LONG = {"max_train_steps": MOST_STEPS + 2, "checkpoint_step_interval": MOST_STEPS + 2}
+LONG = {"max_train_steps": STEPS, "checkpoint_step_interval": STEPS}
 """More steps than auto measures."""
 PLANNED = AUTO | {"gradient_checkpointing_backend": None}
 
 
+@pytest.mark.usefixtures("one_round")
 def test_what_auto_came_to_is_where_another_run_begins(
     train: Train, output: Path, numbers: Callable[[Path], Any], photos: Path, tmp_path: Path
 ) -> None:
