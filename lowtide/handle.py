@@ -75,7 +75,7 @@ class Handle(Attachment):
         self._stay = held_back(stacks, wanted, schedule)
         self._moving, self._without_attention = _moving(stacks, schedule)
         self._ignored = tuple(ignored(config, depths_of(stacks, config)))
-        self._store = _store(model, stacks, schedule, config, in_turn)
+        self._store = _store(model, schedule, config, in_turn)
         self._ledger = Ledger(model, self._store)
         units = list(units_of(stacks, schedule, self._ledger, config.scope))
         self._modules = {name: module for name, module, _ in units}
@@ -262,13 +262,7 @@ def _moving(stacks: Sequence[ResolvedStack], schedule: Schedule) -> tuple[dict[s
     return {name: moving(*place) for name, place in places}, {name for name, place in places if lacks_attention(*place)}
 
 
-def _store(
-    model: nn.Module,
-    stacks: Sequence[ResolvedStack],
-    schedule: Schedule,
-    config: CheckpointConfig,
-    in_turn: InTurn | None,
-) -> Store | None:
+def _store(model: nn.Module, schedule: Schedule, config: CheckpointConfig, in_turn: InTurn | None) -> Store | None:
     if not schedule.moves_anything:
         if config.moves:
             accelerator_or_simulated()  # asked for, though nothing comes of it here
@@ -279,7 +273,6 @@ def _store(
         max_sizes=config.offload_pin_memory_max_buckets,
         in_flight_bytes=schedule.in_flight_bytes,
         prefetch_bytes=schedule.prefetch_bytes,
-        apart=[block for stack in stacks for _, block in stack.blocks],
         pool=None if in_turn is None else in_turn.pool(),
     )
 

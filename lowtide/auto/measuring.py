@@ -61,7 +61,8 @@ _WORTH = 0.01
 
 @dataclass(frozen=True)
 class _Tried:
-    """A plan as it ran. runs_ms: each time, its steps that were complete. reserved_bytes: the most; 0: not known."""
+    """A plan as it ran. runs_ms: each time, those of its steps that were complete. reserved_bytes: the most; 0: not
+    known."""
 
     plan: Plan
     runs_ms: tuple[tuple[float, ...], ...] = ()
@@ -77,7 +78,7 @@ class _Tried:
     def step_ms(self) -> float:
         """By the quickest run, as a busy host makes some late and none early; of its steps the quickest would favour
         what was lucky once."""
-        return min((statistics.median(times_ms) for times_ms in self.runs_ms), default=math.inf)
+        return min((statistics.median(times_ms) for times_ms in self.runs_ms if times_ms), default=math.inf)
 
     @property
     def counted_ms(self) -> float:
@@ -217,7 +218,7 @@ def _try(planner: Planner, plan: Plan) -> Generator[bool, Probed | None, _Tried]
         if probed is not None:
             seen.append(probed)
     if not seen:
-        return _Tried(planner.as_it_ran(plan))
+        return _Tried(planner.as_it_ran(plan), ((),))
     times_ms = tuple(probed.step_ms for probed in seen)
     step_ms = statistics.median(times_ms)
     most_bytes = max(probed.peak_bytes or 0 for probed in seen)

@@ -187,7 +187,8 @@ def ms_in_words(time_ms: float) -> str:
 def _added(made: StepPrediction) -> str:
     """What the time consists of, where it is not that of the plain step."""
     waiting_ms = made.exposed_out_ms + made.exposed_back_ms
-    parts = {"for computing again": made.extra_ms, "of waiting for copies": waiting_ms}
+    again = "for computing again and copying" if made.copied_bytes else "for computing again"
+    parts = {again: made.extra_ms, "of waiting for copies": waiting_ms}
     told = [
         f"{ms_in_words(time_ms)} ({100 * time_ms / made.plain_ms:+.1f} %) {what}"
         for what, time_ms in parts.items()

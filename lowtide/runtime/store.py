@@ -16,7 +16,7 @@ Rules, each the lesson of a project that got it wrong (docs/offload.md):
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from lowtide.runtime.link import Lane, Link, Times, accelerator_or_simulated, li
 from lowtide.runtime.placeholder import Weight, version_of
 from lowtide.runtime.pool import Pool, pool_for
 from lowtide.runtime.receipt import Copies
-from lowtide.runtime.weights import is_activation, weight_keys
+from lowtide.runtime.weights import WeightKeys, is_activation
 
 _AHEAD_BYTES = 256 * 2**20  # where no block tells how much is read at a time
 _BATCH_BYTES = 64 * 2**20  # copies are started together until they are worth a start of their own
@@ -59,8 +59,6 @@ class Store:
 
     min_bytes: smaller storages stay. max_sizes: distinct sizes of pinned buffers; 0: ordinary CPU memory.
     in_flight_bytes, prefetch_bytes: see plan.schedule.Schedule; None: as much as the largest block moves.
-    apart: modules of the model whose weights are looked up where they are called (``look_at``) and save what may be
-    one: for all at once a host takes 4 to 25 ms with LoRA, at the begin of a step, when the device has nothing to do.
     pool: somebody else's, of which ``max_sizes`` is part; None: one of its own.
     Thread-safe. Raises ConfigError where there is no accelerator to offload from.
     """
@@ -73,7 +71,6 @@ class Store:
         max_sizes: int = MAX_SIZES,
         in_flight_bytes: int | None = None,
         prefetch_bytes: int | None = None,
-        apart: Iterable[nn.Module] = (),
         pool: Pool | None = None,
     ) -> None:
         device = accelerator_or_simulated()
@@ -95,9 +92,7 @@ class Store:
         self._block: Hashable = None
         self._block_bytes = self._largest_block_bytes = 0
         self._weights: set[int] = set()
-        self._apart = frozenset(map(id, apart))
-        self._looked_at: set[int] = set()
-        self._unseen: Callable[[], nn.Module | None] | None = None
+        self._keys = WeightKeys(model) if model is not None else None
         self._links: dict[torch.device, Link] = {}
         self._entries: dict[int, weakref.ref[Entry]] = {}  # by key of the storage
         self._staying: dict[int, StorageWeakRef] = {}
@@ -127,16 +122,7 @@ class Store:
 
     def look_at_weights(self) -> None:
         """Rule 2. Weights may have been exchanged since."""
-        model = self.model() if self.model is not None else None
-        self._looked_at, self._unseen = set(), None
-        self._weights = set() if model is None else weight_keys(model, self._apart)
-
-    def look_at(self, module: nn.Module) -> None:
-        """What is saved from now on may be a weight of this module, one of ``apart``. Looked up once in a step, if at
-        all."""
-        number = id(module)
-        if number in self._apart and number not in self._looked_at:
-            self._unseen = weakref.ref(module)
+        self._weights = set() if self._keys is None else self._keys.now()
 
     def enter_block(self, number: Hashable, name: str) -> None:
         """What is packed from now on belongs to this block: the largest one's bytes bound what is in flight.
@@ -225,22 +211,13 @@ class Store:
                 if entry.index != len(self._order) - 1:
                     self._put_last(entry)
                 return entry
-            if not admit or self._holds(key) or not is_activation(tensor) or self._is_weight(key, tensor):
+            if not admit or key in self._weights or self._holds(key) or not is_activation(tensor):
                 return None
             return self._admit(Entry(self, tensor, storage, size), postponed)
 
     def _is_here(self, device: torch.device) -> bool:
         kind = device.type
         return kind != "meta" and (kind == "cpu") == self.simulated
-
-    def _is_weight(self, key: int, tensor: torch.Tensor) -> bool:
-        unseen = self._unseen
-        if unseen is not None and tensor.grad_fn is None:  # parameters of blocks are told by their type, mostly
-            self._unseen = None
-            if (module := unseen()) is not None:
-                self._looked_at.add(id(module))
-                self._weights |= weight_keys(module)
-        return key in self._weights
 
     def _holds(self, key: int) -> bool:
         staying = self._staying.get(key)

@@ -8,7 +8,7 @@ Rules (the numbering of segment.py goes on):
 
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -66,8 +66,9 @@ class Tracer:
         except OpaqueArgument as error:  # rule 9
             return self._keep_opaque(unit, str(error), original, module, args, kwargs)
         self.ledger.begin_call(unit.record, leaves)
-        together = (unit.group, unit.number) if unit.treatment in IN_SEGMENTS else unit.record.number
-        self._enter(unit, module, together)
+        if self.store is not None:
+            together = (unit.group, unit.number) if unit.treatment in IN_SEGMENTS else unit.record.number
+            self.store.enter_block(together, unit.record.name)
         segment = self._segment_for(unit, leaves, args, kwargs)
         call = Call(unit.record.name, functools.partial(original, module), (module,))
         call.on_replay = unit.record.count_replay if unit.counts else unit.record.note_replay
@@ -80,12 +81,6 @@ class Tracer:
         self.ledger.end_call(unit.record, segment, call)
         self._settle(unit)
         return output
-
-    def _enter(self, unit: Unit, module: nn.Module, together: Hashable) -> None:
-        if self.store is not None:
-            self.store.enter_block(together, unit.record.name)
-            if unit.moves:
-                self.store.look_at(module)
 
     def _settle(self, unit: Unit) -> None:
         if self.store is not None and unit.settles:
@@ -215,7 +210,9 @@ class Tracer:
         self.ledger.begin_kept_call(unit.record, args, kwargs)
         if reason is not None:
             self.ledger.keep_instead(unit.record, reason)
-        self._enter(unit, module, unit.record.number)
+        store = self.store
+        if store is not None:
+            store.enter_block(unit.record.number, unit.record.name)
         pack = self._pack(unit) if reason is None else None
         hooks = self.ledger.moving_hooks(unit.record, pack) if pack else self.ledger.keeping_hooks(unit.record)
         output = self._with_hooks(hooks, original, module, args, kwargs)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowtide import families
-from lowtide.auto.measuring import MOST_STEPS, _Tried, _worth_another_run, measuring
+from lowtide.auto.measuring import _ROUNDS, MOST_STEPS, _Tried, _worth_another_run, measuring
 from lowtide.auto.planner import Planner
 from lowtide.measure.build import build_model
 from lowtide.measure.inputs import build_inputs
@@ -55,7 +55,7 @@ class Scripted:
             assert self.stays is not None
             return self.stays
 
-    def seen(self, planner: Planner, schedule: Schedule) -> Probed:
+    def seen(self, planner: Planner, schedule: Schedule) -> Probed | None:
         if self.is_crowded is None:
             return Probed({}, {}, self.time_ms(schedule), None, None)
         assert planner.costs is not None
@@ -221,6 +221,27 @@ def test_a_plan_that_ran_while_the_host_was_busy_runs_again() -> None:
     stays = scripted.run(made_planner()).schedule
     assert stays == tried[2]
     assert scripted.ran.count(stays) >= 3  # when it was slow, again, from then on
+
+
+class Incomplete(Scripted):
+    """One on which no step is complete that runs again under the quickest of all."""
+
+    def __init__(self, time_ms: Callable[[Schedule], float], quickest: Schedule) -> None:
+        super().__init__(time_ms)
+        self.quickest = quickest
+
+    def seen(self, planner: Planner, schedule: Schedule) -> Probed | None:
+        incomplete = schedule == self.quickest and self.ran.count(schedule) > 1
+        return None if incomplete else super().seen(planner, schedule)
+
+
+def test_a_run_in_which_nothing_was_seen_counts_as_one() -> None:
+    predicted_ms = made_planner().plan(careful=True).prediction.step_ms
+    quickest = Scripted(lambda schedule: predicted_ms).run(made_planner()).schedule
+    scripted = Incomplete(lambda schedule: predicted_ms * (0.9 if schedule == quickest else 0.92), quickest)
+    assert scripted.run(made_planner()).schedule == quickest
+    assert 3 <= scripted.ran.count(quickest) <= 1 + len(_ROUNDS) + 1  # at first, again in each round, from then on
+    assert any(schedule != quickest and scripted.ran.count(schedule) > 1 for schedule in scripted.ran)
 
 
 def test_one_lucky_step_of_a_plan_does_not_count() -> None:

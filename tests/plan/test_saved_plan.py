@@ -54,7 +54,7 @@ def test_a_plan_in_words() -> None:
         "  blocks 0–4: feed-forward side recomputed; in CPU memory: the inputs of the feed-forward side and what the "
         "attention side saves",
         "  block 5: kept on the device",
-        "A step takes 77.5 ms: 72.0 ms without checkpointing, 5.5 ms (+7.6 %) for computing again.",
+        "A step takes 77.5 ms: 72.0 ms without checkpointing, 5.5 ms (+7.6 %) for computing again and copying.",
         "250 MiB are copied out, and as much back; 250 MiB wait in CPU memory.",
         "The peak is in backward at block 5 of blocks: 1.17 GiB are held (weights and the like included), 10.0 MiB are "
         "worked on, 52.0 MiB are in flight.",

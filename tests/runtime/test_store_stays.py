@@ -1,7 +1,7 @@
 """Which storages wait in CPU memory, and which stay on the device."""
 
 import threading
-from collections.abc import Callable, Set
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from lowtide.errors import ConfigError
 from lowtide.runtime.placeholder import Weight, unpack
 from lowtide.runtime.store import Store, Ticket
-from lowtide.runtime.weights import weight_keys
 from tests.runtime.stores import made, moved, store_of
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
@@ -68,64 +67,6 @@ def test_weights_exchanged_since_the_last_step_stay() -> None:
     store.begin_step(timed=False)
     _, stays = packed(store, lambda: model(x))
     assert model.table.untyped_storage()._cdata in {tensor.untyped_storage()._cdata for tensor in stays}
-
-
-class Blocks(nn.Module):
-    """Two blocks with a table each, and a table of the model that they are given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Weights(), Weights()])
-        self.shared = nn.Sequential(nn.Identity(), self.blocks[0])  # the same module at two places
-        self.register_buffer("table", torch.randn(6, 16))
-
-
-def test_weights_of_blocks_stay_that_are_looked_up_where_they_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = Blocks(), torch.randn(6, 16, requires_grad=True)
-    looked_at = []
-
-    def seen(module: nn.Module, *without: Set[int]) -> set[int]:
-        looked_at.append(module)
-        return weight_keys(module, *without)
-
-    monkeypatch.setattr("lowtide.runtime.store.weight_keys", seen)
-    store = store_of(model, apart=model.blocks)
-    for block in model.blocks:
-
-        def run(block: nn.Module = block) -> torch.Tensor:
-            return block(block(x * 1)) * model.table
-
-        store.look_at(block)
-        goes, stays = packed(store, run)
-        tables = {block.table.untyped_storage()._cdata, model.table.untyped_storage()._cdata}
-        assert tables <= {tensor.untyped_storage()._cdata for tensor in stays}
-        assert goes and not {tensor.untyped_storage()._cdata for tensor in goes} & tables
-    assert looked_at == [model, *model.blocks]
-    store.look_at(model.blocks[0])  # a further call in the same step
-    packed(store, lambda: model.blocks[0](x * 1))
-    assert len(looked_at) == 3
-    model.blocks[0].table = torch.randn(6, 16)
-    store.begin_step(timed=False)
-    store.look_at(model.blocks[0])
-    _, stays = packed(store, lambda: model.blocks[0](x * 1))
-    assert model.blocks[0].table.untyped_storage()._cdata in {tensor.untyped_storage()._cdata for tensor in stays}
-
-
-def test_blocks_that_save_activations_alone_are_not_searched_for_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    block, x = nn.Sequential(nn.Linear(16, 16), nn.GELU()), torch.randn(6, 16, requires_grad=True) * 1
-    store = store_of(block, apart=[block])
-    monkeypatch.setattr("lowtide.runtime.store.weight_keys", None)
-    store.look_at(block)
-    goes, _ = packed(store, lambda: block(x))
-    assert goes
-
-
-def test_all_weights_are_found_wherever_they_are() -> None:
-    model = Blocks()
-    every = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
-    first = {tensor.untyped_storage()._cdata for tensor in (*model.blocks[0].parameters(), *model.blocks[0].buffers())}
-    assert weight_keys(model) == every
-    assert weight_keys(model, {id(model.blocks[0])}) == every - first
 
 
 def test_dequantised_weight_stays() -> None:
