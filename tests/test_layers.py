@@ -14,7 +14,7 @@ PACKAGE = ROOT / "lowtide"
 
 # From the ground up. Modules of one layer may use each other, as long as no cycle comes of it.
 LAYERS = (
-    ("errors", "units", "signals"),
+    ("errors", "units", "signals", "allocator"),
     ("families",),
     ("plan",),
     ("runtime",),
@@ -32,6 +32,7 @@ HEIGHT = {part: height for height, parts in enumerate(LAYERS) for part in parts}
 ALLOWED: Mapping[str, set[str]] = {
     "errors": set(),
     "units": set(),
+    "allocator": set(),
     "signals": set(),
     "families": set(),
     "plan": {"numpy"},  # the search is a hundred times slower on lists

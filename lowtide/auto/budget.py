@@ -4,6 +4,7 @@ import os
 
 import torch
 
+from lowtide.allocator import EARLIER, SETTINGS, SMALLEST_PAGES, VARIABLES
 from lowtide.errors import ConfigError
 from lowtide.keys import AUTO
 from lowtide.measure.device import available_bytes, budget_within
@@ -11,8 +12,7 @@ from lowtide.measure.device import available_bytes, budget_within
 _SETTERS = ("_accelerator_setAllocatorSettings", "_cuda_cudaCachingAllocator_set_allocator_settings")
 """Of newer versions of torch, and of older ones. There is no public name."""
 PAGE_BYTES = 20 * 2**20
-"""Of an expandable segment. PyTorch compares what is asked for with the limit, and then takes whole pages."""
-_CHOSEN = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
+"""Of an expandable segment, at most. PyTorch compares what is asked for with the limit, and then takes whole pages."""
 
 
 def budget_bytes(given: int | str | None) -> int:
@@ -37,13 +37,15 @@ def within_pages(device: torch.device, size_bytes: int) -> int:
     return max(0, size_bytes - PAGE_BYTES) if device.type == "cuda" else size_bytes
 
 
+def runs_out_early() -> bool:
+    """Whether memory runs out soon after PyTorch begins to give back what it has cached: with somebody's own choice of
+    settings, whose pages are larger."""
+    return SMALLEST_PAGES not in next((os.environ[name] for name in VARIABLES if name in os.environ), SETTINGS)
+
+
 class Limit:
     """Holds PyTorch's allocator of one CUDA device to a budget: it gives cached memory back before it takes more, and
-    runs out of memory rather than go over it. Nothing on other devices.
-
-    New memory comes in expandable segments (https://docs.pytorch.org/docs/stable/notes/cuda.html): without them a
-    tenth of what is reserved lies in pieces that fit nothing.
-    """
+    runs out of memory rather than go over it. New memory comes as ``SETTINGS`` say. Nothing on other devices."""
 
     def __init__(self, device: torch.device, size_bytes: int) -> None:
         self._device = device if device.type == "cuda" else None
@@ -73,7 +75,7 @@ class Limit:
     @staticmethod
     def _expand(on: bool) -> None:
         """As ``PYTORCH_ALLOC_CONF`` would, but now. Somebody's own choice there stays."""
-        if torch.cuda.get_allocator_backend() == "native" and not _CHOSEN.intersection(os.environ):
+        if torch.cuda.get_allocator_backend() == "native" and not set(VARIABLES).intersection(os.environ):
             known = vars(torch._C)
             change = next(known[name] for name in _SETTERS if name in known)
-            change(f"expandable_segments:{on}")
+            change(SETTINGS if on else EARLIER)

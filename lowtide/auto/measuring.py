@@ -9,8 +9,7 @@ Every step is a training step with the gradients of a plain run. They run under
    times; the plan that would win most if one treatment were quicker than it seems, and the plan from what all of these
    took;
 4. the quickest of those again in turns, and of these those that are still close, where any are or little room is left:
-   a busy host makes all steps of some seconds late. What is quickest stays, unless the allocator has to make room for
-   it in every step.
+   a busy host makes all steps of some seconds late. What is quickest stays.
 
 Where the plain run fits, it stays with that, and measures nothing but its peak.
 """
@@ -23,6 +22,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from lowtide.auto.budget import runs_out_early
 from lowtide.auto.planner import Planner, in_short
 from lowtide.errors import ConfigError
 from lowtide.measure.probe import Probed
@@ -53,6 +53,9 @@ a busy host the median of three steps of one plan and the next three of the same
 _CROWDED = 2
 """Of the steps that are timed at a time, so many in which the allocator gave back what it had cached: those to come
 would, too, and each waits for the device then."""
+_CROWDED_MORE, _ONLY_IF_NOTHING_ELSE = 0.05, 1e3
+"""Of the time of such a step, that later ones may well take longer: what lies where changes from one to the next. Where
+they may run out of memory instead, such a plan stays only if nothing else does."""
 MOST_STEPS = 2 + (1 + 4 + 1 + _MOST_FIXED + 1 + 1 + sum(most for most, _ in _ROUNDS)) * (1 + _TIMED)
 """Until it settles, the first under what stays among them: where all steps are of one size and none fails."""
 _WORTH = 0.01
@@ -62,12 +65,12 @@ _WORTH = 0.01
 @dataclass(frozen=True)
 class _Tried:
     """A plan as it ran. runs_ms: each time, those of its steps that were complete. reserved_bytes: the most; 0: not
-    known."""
+    known. risk: of its time, by which it counts as slower, as the allocator had to make room for it."""
 
     plan: Plan
     runs_ms: tuple[tuple[float, ...], ...] = ()
     reserved_bytes: int = 0
-    is_crowded: bool = False
+    risk: float = 0.0
 
     @property
     def again(self) -> int:
@@ -91,7 +94,7 @@ class _Tried:
         return self.counted_ms if self.again else self.counted(max(itertools.chain(*self.runs_ms), default=math.inf))
 
     def counted(self, step_ms: float) -> float:
-        return step_ms * (1 + _WORTH * self.plan.schedule.moves_anything)
+        return step_ms * (1 + _WORTH * self.plan.schedule.moves_anything) * (1 + self.risk)
 
 
 class Attached(Protocol):
@@ -158,8 +161,7 @@ def _worth_another_run(planner: Planner, tried: list[_Tried], times: int, close:
         return (one.counted_ms + one.counted(planner.as_it_ran(one.plan).prediction.step_ms)) / 2
 
     fit = [one for one in tried if planner.fits(one.plan)]
-    able = [one for one in fit if not one.is_crowded] or fit
-    expected = sorted(((expected_ms(one), one) for one in able), key=lambda each: each[0])
+    expected = sorted(((expected_ms(one), one) for one in fit), key=lambda each: each[0])
     near = [one for ms, one in expected if ms <= (1 + close) * expected[0][0]]
     if not near or (len(near) == 1 and not planner.near_the_limit(near[0].reserved_bytes)):
         return None
@@ -171,7 +173,7 @@ def _stays(planner: Planner, tried: list[_Tried], first: Plan) -> Plan:
     able = [one for one in tried if planner.fits(one.plan)]
     if able:
         ran_again = any(one.again for one in able)
-        return min(able, key=_surely if ran_again else _in_order).plan
+        return min(able, key=lambda one: one.surely_ms if ran_again else one.counted_ms).plan
     return _candidate(planner) or first
 
 
@@ -180,7 +182,7 @@ def _run_again(
 ) -> Generator[bool, Probed | None]:
     again = yield from _try(planner, _take(planner, attached, before.plan, _AGAIN))
     runs_ms, most_bytes = before.runs_ms + again.runs_ms, max(before.reserved_bytes, again.reserved_bytes)
-    tried[tried.index(before)] = _Tried(again.plan, runs_ms, most_bytes, again.is_crowded)
+    tried[tried.index(before)] = _Tried(again.plan, runs_ms, most_bytes, again.risk)
 
 
 def _candidate(planner: Planner, moving: bool = True, like: bool = False) -> Plan | None:
@@ -195,7 +197,7 @@ def _hoped(planner: Planner, tried: list[_Tried]) -> Plan | None:
     """The plan with the most to win, where a treatment that few blocks have had may be quicker than it seems."""
     if not tried:
         return None
-    made = list(planner.hoped_plans(min(tried, key=_in_order).plan.schedule))
+    made = list(planner.hoped_plans(min(tried, key=lambda one: one.counted_ms).plan.schedule))
     gain, plan = max(made, key=lambda one: one[0], default=(0.0, None))
     return None if plan is None or gain < _WORTH else replace(planner.as_it_ran(plan), foreseen=None)
 
@@ -227,18 +229,16 @@ def _try(planner: Planner, plan: Plan) -> Generator[bool, Probed | None, _Tried]
     noise_ms = statistics.stdev(times_ms) / math.sqrt(len(times_ms)) if len(times_ms) > 1 else 0.0
     planner.learn_step(plan, step_ms, noise_ms)
     reserved_bytes = max(probed.reserved_bytes or 0 for probed in seen)
-    is_crowded = sum(probed.retries > 0 for probed in seen) >= _CROWDED
-    if is_crowded:
-        _log.info("auto: PyTorch gave cached memory back in most of these steps: it stays only if nothing else does")
-    return _Tried(planner.as_it_ran(plan), (times_ms,), reserved_bytes, is_crowded)
+    return _Tried(planner.as_it_ran(plan), (times_ms,), reserved_bytes, _risk(seen))
 
 
-def _in_order(tried: _Tried) -> tuple[bool, float]:
-    return tried.is_crowded, tried.counted_ms
-
-
-def _surely(tried: _Tried) -> tuple[bool, float]:
-    return tried.is_crowded, tried.surely_ms
+def _risk(seen: list[Probed]) -> float:
+    if sum(probed.retries > 0 for probed in seen) < _CROWDED:
+        return 0.0
+    risk = _ONLY_IF_NOTHING_ELSE if runs_out_early() else _CROWDED_MORE
+    stays = "nothing else does" if runs_out_early() else f"all others are {risk:.0%} slower"
+    _log.info("auto: PyTorch gave cached memory back in most of these steps: it stays only if %s", stays)
+    return risk
 
 
 def _take(planner: Planner, attached: Attached, plan: Plan, why: str, settled: bool = False) -> Plan:

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from lowtide.allocator import SETTINGS
 from lowtide.cli.output import show, working
 from lowtide.cli.receipt_table import receipt_table
 from lowtide.train.config import LATEST, START_AFRESH, TrainConfig, load_config
@@ -71,7 +72,7 @@ def quiet_reporter() -> "Reporter":
     console.print("loading torch, diffusers and transformers", style="dim")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the libraries are imported, next
     if sys.platform == "linux" and not os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # else a tenth lies in unusable pieces
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", SETTINGS)
     from lowtide.train.loading import quiet_libraries
     from lowtide.train.progress import Reporter
 

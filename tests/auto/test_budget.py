@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from lowtide.allocator import EARLIER, SETTINGS, VARIABLES
 from lowtide.auto import budget
 from lowtide.auto.budget import Limit
 
@@ -37,7 +38,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
         monkeypatch.setattr(torch.cuda, name, value)
     for name in budget._SETTERS:
         monkeypatch.setattr(torch._C, name, played.expanding.append, raising=False)
-    for name in budget._CHOSEN:
+    for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     return played
 
@@ -47,7 +48,7 @@ def test_no_more_is_taken_than_the_budget_though_pages_are_taken_whole(allocator
     assert allocator.shares[CARD] * 100 * GIB == pytest.approx(30 * GIB - PAGE)
     limit.lift()
     assert allocator.shares == {CARD: 0.9, OTHER: 1.0}
-    assert allocator.expanding == ["expandable_segments:True", "expandable_segments:False"]
+    assert allocator.expanding == [SETTINGS, EARLIER]
 
 
 @pytest.mark.parametrize("first_goes_first", [True, False])
@@ -60,13 +61,13 @@ def test_of_several_limits_of_a_card_the_lowest_holds_until_it_goes(
     gone, stays = limits if first_goes_first else limits[::-1]
     gone.lift()
     assert allocator.shares[CARD] * 100 * GIB == pytest.approx((30 if stays is limits[1] else 50) * GIB - PAGE)
-    assert allocator.expanding[-1] == "expandable_segments:True"
+    assert allocator.expanding[-1] == SETTINGS
     stays.lift()
     assert allocator.shares[CARD] == 0.9
-    assert allocator.expanding[-1] == "expandable_segments:True"
+    assert allocator.expanding[-1] == SETTINGS
     elsewhere.lift()
     assert allocator.shares == {CARD: 0.9, OTHER: 1.0}
-    assert allocator.expanding[-1] == "expandable_segments:False"
+    assert allocator.expanding[-1] == EARLIER
 
 
 def test_a_process_that_is_held_to_less_already_stays_so(allocator: Allocator) -> None:
@@ -80,3 +81,26 @@ def test_a_process_that_is_held_to_less_already_stays_so(allocator: Allocator) -
 def test_on_the_cpu_nothing_is_limited(allocator: Allocator) -> None:
     Limit(torch.device("cpu"), GIB).lift()
     assert allocator.shares == {CARD: 0.9, OTHER: 1.0} and allocator.expanding == []
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_somebodys_own_settings_of_the_allocator_stay(
+    name: str, allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "expandable_segments:True")
+    Limit(CARD, 30 * GIB).lift()
+    assert allocator.expanding == []
+    assert budget.runs_out_early()
+    monkeypatch.setenv(name, SETTINGS)
+    assert not budget.runs_out_early()
+
+
+def test_torch_knows_the_settings() -> None:
+    """It says nothing of a key that it does not know; smaller pages than these it refuses."""
+    change = next(vars(torch._C)[name] for name in budget._SETTERS if name in vars(torch._C))
+    try:
+        change(SETTINGS)
+        with pytest.raises(ValueError, match="large_segment_size_mb"):
+            change(SETTINGS.replace(":12", ":10"))
+    finally:
+        change(EARLIER)
