@@ -12,7 +12,7 @@ from typing import TypeVar
 from lowtide.plan.assignment import Assignment, placed, without_last_move
 from lowtide.plan.costs import MEASURED, BlockKind, LinkRates, StepCosts, TreatmentCost
 from lowtide.plan.predict_step import predict_step
-from lowtide.plan.schedule import BOUNDARY, FFN, KEPT, SAVED, SELECTIVE, WHOLE
+from lowtide.plan.schedule import BOUNDARY, FFN, KEPT, SAVED, SELECTIVE, TREATMENTS, WHOLE
 
 _T = TypeVar("_T")
 SAMPLED = (KEPT, FFN, SELECTIVE, WHOLE)
@@ -21,6 +21,9 @@ _MOST_A_TREATMENT = 3
 _AT_EASE = 0.5
 """Of a block's time, that its copies may take where it is timed: by forecast, which may be wrong."""
 _PLAIN_RATIO = "plain"
+_WORKS_AS = {SELECTIVE: WHOLE}
+"""What has all of a block on the device while its backward runs: forecasts of the two were off by the same, within 3
+MiB, on nine works on an H200 (``benchmarks/LOG.md``, 2026-12-01)."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,8 @@ def bytes_of(
 
 def with_bytes(costs: StepCosts, seen: Sequence[Bytes]) -> StepCosts:
     """The same costs with measured bytes, medians of each kind and treatment; working sets are corrected by the error,
-    whatever moves and however many blocks are recomputed together."""
+    whatever moves and however many blocks are recomputed together, and where a treatment was not seen, by that of the
+    one that works on the same."""
     kinds = {
         name: replace(kind, treatments=tuple(_with_bytes(cost, name, seen) for cost in kind.treatments))
         for name, kind in costs.kinds.items()
@@ -100,10 +104,13 @@ def with_bytes(costs: StepCosts, seen: Sequence[Bytes]) -> StepCosts:
 
 
 def _with_bytes(cost: TreatmentCost, kind: str, seen: Sequence[Bytes]) -> TreatmentCost:
-    like = [one for one in seen if (one.kind, one.treatment) == (kind, cost.treatment)]
-    kept = [one.kept_bytes for one in like if one.kept_bytes is not None]
+    of = {
+        treatment: [one for one in seen if (one.kind, one.treatment) == (kind, treatment)] for treatment in TREATMENTS
+    }
+    like = of[cost.treatment] or of.get(_WORKS_AS.get(cost.treatment, ""), [])
     if not like:
         return cost
+    kept = [one.kept_bytes for one in of[cost.treatment] if one.kept_bytes is not None]
     working_bytes = max(0, cost.working_bytes + statistics.median_low([one.error_bytes for one in like]))
     measured = kept and not cost.moves and cost.blocks == 1
     return replace(
