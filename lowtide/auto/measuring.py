@@ -6,8 +6,8 @@ Every step is a training step with the gradients of a plain run. They run under
 2. a schedule that has each treatment on some blocks, four times, of which the last three are timed;
 3. the plan from measured times, the plan from what that one then took, and the same two of plans that move nothing, a
    few steps each. The first plan once more, and the two best of the fixed settings, if they are not far behind by those
-   times; the plan that would win most if one treatment were quicker than it seems, the plan from what all of these
-   took, and one that comes closer to the limit, if it is clearly quicker by these;
+   times; the plan that would win most if one treatment were quicker than it seems, and the plan from what all of these
+   took;
 4. the quickest of those again in turns, and of these those that are still close, where any are or little room is left:
    a busy host makes all steps of some seconds late. What is quickest stays.
 
@@ -40,7 +40,6 @@ _TRIED = {True: "tried for some steps, from measured times", False: "tried for s
 _ONCE_MORE, _FIXED = "tried for some steps, once more", "tried for some steps, as one setting for all blocks"
 _HOPED = "tried for some steps, since a treatment in it may be quicker than it seems"
 _LAST, _AGAIN = "tried for some steps, from what all of these took", "run once more before one stays"
-_CLOSER = "tried for some steps, closer to the limit"
 _MOST_FIXED = 2
 _TIMED = 3
 """Steps under one schedule that count, by their median: on a busy host single ones are late by a tenth. The first under
@@ -57,11 +56,8 @@ would, too, and each waits for the device then."""
 _CROWDED_MORE, _ONLY_IF_NOTHING_ELSE = 0.05, 1e3
 """Of the time of such a step, that later ones may well take longer: what lies where changes from one to the next. Where
 they may run out of memory instead, such a plan stays only if nothing else does."""
-MOST_STEPS = 2 + (1 + 4 + 1 + _MOST_FIXED + 1 + 1 + 1 + sum(most for most, _ in _ROUNDS)) * (1 + _TIMED)
+MOST_STEPS = 2 + (1 + 4 + 1 + _MOST_FIXED + 1 + 1 + sum(most for most, _ in _ROUNDS)) * (1 + _TIMED)
 """Until it settles, the first under what stays among them: where all steps are of one size and none fails."""
-_WORTH_THE_LIMIT = 0.03
-"""Of the quickest step's time, by which a plan is to be quicker by prediction to be tried so close to the limit that
-PyTorch may have to give back what it has cached."""
 _WORTH = 0.01
 """Of the time of a step, that copies have to save to be worth it: what else uses the link or the host may change."""
 
@@ -140,7 +136,6 @@ def measuring(planner: Planner, attached: Attached) -> Steps:
         yield from _try_new(planner, attached, fixed, _FIXED, tried)
     yield from _try_new(planner, attached, _hoped(planner, tried), _HOPED, tried)
     yield from _try_new(planner, attached, _candidate(planner, like=True), _LAST, tried)
-    yield from _try_new(planner, attached, _closer(planner, tried), _CLOSER, tried)
     for number, (most, close) in enumerate(_ROUNDS, start=1):
         for _ in range(most):
             if (worth := _worth_another_run(planner, tried, number, close)) is not None:
@@ -190,19 +185,12 @@ def _run_again(
     tried[tried.index(before)] = _Tried(again.plan, runs_ms, most_bytes, again.risk)
 
 
-def _candidate(planner: Planner, moving: bool = True, like: bool = False, close: bool = False) -> Plan | None:
+def _candidate(planner: Planner, moving: bool = True, like: bool = False) -> Plan | None:
     """None where nothing seems to fit: without offload, or because the last step took more than was expected."""
     try:
-        return planner.plan(moving=moving, like=like, close=close)
+        return planner.plan(moving=moving, like=like)
     except ConfigError:
         return None
-
-
-def _closer(planner: Planner, tried: list[_Tried]) -> Plan | None:
-    """The plan with less left free, where it would be clearly quicker, and no step is to run out of memory for it."""
-    plan = None if runs_out_early() else _candidate(planner, close=True)
-    quickest_ms = min((one.counted_ms for one in tried), default=0.0)
-    return plan if plan and plan.prediction.step_ms <= (1 - _WORTH_THE_LIMIT) * quickest_ms else None
 
 
 def _hoped(planner: Planner, tried: list[_Tried]) -> Plan | None:

@@ -43,9 +43,6 @@ _MARGIN, _LEAST_MARGIN_BYTES = 0.04, 96 * 2**20
 _LIKE_MARGIN, _LEAST_LIKE_MARGIN_BYTES = 0.01, 2 * PAGE_BYTES
 """Left free for errors, and for pages that are partly in use: a share of the room for activations, and at least so
 much. Less where plans like it have run."""
-_CLOSE = 0.75
-"""Of what plans like one reserved beyond tensors, as much as any has needed and a tenth more: with 0.4 to 0.7 of it
-steps ran out of memory, of eight plans on an H200 with the smallest pages (``benchmarks/LOG.md``, 2026-12-01)."""
 _STEP_DOWN = 0.1
 """By how much less the activations take after a step that ran out of memory."""
 _MOST_SPARE, _MOST_SPARE_BYTES = 0.06, 512 * 2**20
@@ -143,10 +140,9 @@ class Planner:
         if self._lying is not None:
             self._lying.updated = True
 
-    def plan(self, *, careful: bool = False, moving: bool = True, like: bool = False, close: bool = False) -> Plan:
+    def plan(self, *, careful: bool = False, moving: bool = True, like: bool = False) -> Plan:
         """careful: leave some of the budget free, but less where nothing would fit. moving: whether anything may wait
-        in CPU memory. like: whether such a plan has run. close: to the limit, where PyTorch may have to give back what
-        it has cached.
+        in CPU memory. like: whether such a plan has run.
 
         Raises ConfigError where nothing fits: says what would.
         """
@@ -157,8 +153,6 @@ class Planner:
             except ConfigError as error:
                 told = "Raise vram_budget, or take a smaller batch or picture, fewer frames, a lower rank"
                 raise ConfigError(f"{error}. {told}.") from error
-        if close:
-            return solve(costs, self._most_like_bytes(costs, _CLOSE))
         return solve(costs, self._most_like_bytes(costs) if like else self._most_bytes(costs))
 
     def fixed_plans(self) -> list[Plan]:
@@ -298,11 +292,11 @@ class Planner:
         """What a plan may take. share: of the room for activations, that is left free."""
         return self._left_bytes(costs, self.spare_bytes, share, _LEAST_MARGIN_BYTES)
 
-    def _most_like_bytes(self, costs: StepCosts, share: float = 1.0) -> int:
+    def _most_like_bytes(self, costs: StepCosts) -> int:
         """What a plan may take that is like those that were tried, and takes as much less than predicted as all those
-        did. share: of what was reserved beyond tensors under those, that is left free."""
+        did."""
         margin = _LIKE_MARGIN, _LEAST_LIKE_MARGIN_BYTES
-        return self._left_bytes(costs, int(share * self._like_spare_bytes), *margin, self._less_bytes)
+        return self._left_bytes(costs, self._like_spare_bytes, *margin, self._less_bytes)
 
     @property
     def _less_bytes(self) -> int:

@@ -231,3 +231,19 @@ def test_measured_bytes_take_the_place_of_forecasts() -> None:
                 before.copied_bytes,
                 before.extra_ms,
             )
+
+
+def test_a_selective_block_that_was_not_seen_works_on_what_a_whole_one_does() -> None:
+    """Where its attention side moves, say: how much of it was back is chance. A kind of which nothing was seen stays."""
+    memory = {("s", 0): (10, 2 + 1), ("s", 1): (2, 11 - 5)}
+    made = {"s": (COSTS.kinds["a"].plain, COSTS.kinds["a"].by_way[WHOLE, frozenset(), 1]), "t": ()}
+    learnt = with_bytes(COSTS, list(bytes_of(COSTS, made, memory)))
+    more = {
+        (name, cost.treatment): cost.working_bytes - COSTS.kinds[name].by_way[way].working_bytes
+        for name, kind in learnt.kinds.items()
+        for way, cost in kind.by_way.items()
+    }
+    assert more == {("a", KEPT): 1, ("a", WHOLE): -5, ("a", SELECTIVE): -5, ("a", FFN): 0} | {
+        ("b", treatment): 0 for treatment in (KEPT, WHOLE, SELECTIVE)
+    }
+    assert learnt.kinds["a"].by_way[SELECTIVE, frozenset(), 1].kept_bytes == 3
