@@ -234,7 +234,7 @@ def test_measured_bytes_take_the_place_of_forecasts() -> None:
 
 
 def test_a_selective_block_that_was_not_seen_works_on_what_a_whole_one_does() -> None:
-    """Where its attention side moves, say: how much of it was back is chance. A kind of which nothing was seen stays."""
+    """Where its attention side moves, say: how much of it was back is chance. Other kinds stay."""
     memory = {("s", 0): (10, 2 + 1), ("s", 1): (2, 11 - 5)}
     made = {"s": (COSTS.kinds["a"].plain, COSTS.kinds["a"].by_way[WHOLE, frozenset(), 1]), "t": ()}
     learnt = with_bytes(COSTS, list(bytes_of(COSTS, made, memory)))
