@@ -4,8 +4,11 @@
 
 Each run draws a machine that the forecast is wrong about (blocks, each kind of recomputation, copies), and probes that
 are wrong about the machine; the first steps under ``auto`` then take what that machine would, and a host makes some of
-them late. Bytes are as forecast. What stays is compared with the quickest plan that fits in the same room, by the
-machine's own times: nothing else is known that exactly on a card.
+them late. What stays is compared with the quickest plan that fits in the same room, by the machine's own times: nothing
+else is known that exactly on a card.
+
+Bytes are as forecast, unless ``--bytes``: then working sets and copies in flight are others, what is reserved beyond
+tensors is drawn, too, and a plan that comes too close to the limit is slow, or a step runs out of memory and ends it.
 """
 
 import argparse
@@ -13,6 +16,7 @@ import json
 import random
 import statistics
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,7 @@ import torch
 from planner import condition_of
 from torch.utils._pytree import tree_map_only
 
+from lowtide.auto.budget import within_pages
 from lowtide.auto.measuring import measuring
 from lowtide.auto.planner import Planner
 from lowtide.bench.provenance import provenance
@@ -28,12 +33,13 @@ from lowtide.bench.works import build
 from lowtide.cli.options import sizes_of
 from lowtide.handle import rows_for
 from lowtide.measure.cards import find_card
-from lowtide.measure.probe import BlockTime, Probed
+from lowtide.measure.meter import CudaMeter
+from lowtide.measure.probe import BlockMemory, BlockTime, Probed
 from lowtide.plan.answer import Plan
 from lowtide.plan.assignment import assignment_of, placed
 from lowtide.plan.costs import BlockKind, StepCosts, TreatmentCost
 from lowtide.plan.predict_step import predict_step
-from lowtide.plan.schedule import FFN, MIN_BYTES, SELECTIVE, WHOLE, Schedule
+from lowtide.plan.schedule import FFN, KEPT, MIN_BYTES, SELECTIVE, WHOLE, Schedule
 from lowtide.plan.solve import smallest_peak, solve
 
 SHARES = (0.0, 0.25, 0.5, 0.75)
@@ -48,6 +54,17 @@ SLOWER, PERIOD = 0.2, 6
 """By how much every step takes longer while the host is busy with something else, and how many steps that lasts on
 average."""
 WRONG = (FFN, SELECTIVE, WHOLE)
+WORKING, IN_FLIGHT, BEYOND = (-0.01, 0.1), (0.0, 2.0), (0.02, 0.06)
+"""Bytes: of working sets, what forecasts have too much; copies in flight, for one as forecast; what is reserved beyond
+tensors, of the smallest peak. As on an H200 (`benchmarks/LOG.md`, 2026-12-01), where whole and selective blocks were
+off by the same."""
+SPREAD = 0.15
+"""By how much what is reserved beyond tensors differs from plan to plan."""
+NEEDED, CROWDED = 0.7, 0.1
+"""Of what a plan reserves beyond tensors, what it cannot do without: with less its steps run out of memory. With less
+than all of it they take longer by so much."""
+CARD = torch.device("cuda:0")
+"""A name: nothing runs there."""
 
 
 class Given(Exception):
@@ -87,9 +104,12 @@ class Machine:
     stays: Plan | None = None
     steps: int = 0
     is_busy: bool = False
+    memory: "Memory | None" = None
+    ran_out: bool = False
 
     @classmethod
     def drawn(cls, foreseen: StepCosts, noise: float, busy: float, seed: int) -> "Machine":
+        """Its bytes are as foreseen."""
         draw = random.Random(seed)
         slower = _about(draw, BLOCKS)
         of = {treatment: _about(draw, TREATMENTS) for treatment in WRONG}
@@ -129,9 +149,21 @@ class Machine:
         self.steps += 1
         begins = self.busy / (1 - self.busy) / PERIOD
         self.is_busy = self.draw.random() < (1 - 1 / PERIOD if self.is_busy else begins) if self.busy else False
-        return Probed(
-            dict(self._block_times(self.schedule)), {}, self.step_ms(self.schedule) * self._late(), None, None
-        )
+        times, step_ms = dict(self._block_times(self.schedule)), self.step_ms(self.schedule) * self._late()
+        if self.memory is None:
+            return Probed(times, {}, step_ms, None, None)
+        peak_bytes = predict_step(self.costs, assignment_of(self.costs, self.schedule)).highest.peak_bytes
+        beyond_bytes = self.memory.beyond(self.schedule)
+        crowded = peak_bytes + beyond_bytes > self.memory.allowed_bytes
+        self.ran_out = peak_bytes + NEEDED * beyond_bytes > self.memory.allowed_bytes
+        reserved_bytes = min(self.memory.allowed_bytes, peak_bytes + beyond_bytes)
+        seen = dict(self._block_memory(self.schedule))
+        return Probed(times, seen, step_ms * (1 + CROWDED * crowded), peak_bytes, reserved_bytes, int(crowded))
+
+    def _block_memory(self, schedule: Schedule) -> Iterator[tuple[tuple[str, int], BlockMemory]]:
+        for stack, first, _, cost in placed(self.costs, assignment_of(self.costs, schedule)):
+            for index in range(first, first + cost.blocks):
+                yield (stack, index), BlockMemory(cost.kept_bytes, cost.at_work_bytes)
 
     def _block_times(self, schedule: Schedule) -> Iterator[tuple[tuple[str, int], BlockTime]]:
         for stack, first, name, cost in placed(self.costs, assignment_of(self.costs, schedule)):
@@ -146,31 +178,98 @@ class Machine:
         return late * (1 + 3 * self.noise) if self.draw.random() < LATE else late
 
 
+@dataclass
+class Memory:
+    """Of a made-up card. allowed_bytes: what may be reserved. beyond_bytes: about what is, beyond tensors."""
+
+    allowed_bytes: int
+    beyond_bytes: int
+
+    def beyond(self, schedule: Schedule) -> int:
+        return int(self.beyond_bytes * _about(random.Random(repr(schedule)), SPREAD))
+
+
+class Lies(CudaMeter):
+    """Tells what lies there throughout a step, and no more."""
+
+    def __init__(self) -> None:
+        super().__init__(CARD)
+        self.lies_bytes = 0
+
+    def allocated(self) -> int:
+        return self.lies_bytes
+
+    def failures(self) -> int:
+        return 0
+
+
+def with_other_bytes(costs: StepCosts, draw: random.Random) -> StepCosts:
+    """A machine's costs, where forecasts of bytes are wrong, too."""
+    of = {treatment: 1 - draw.uniform(*WORKING) for treatment in (KEPT, FFN, WHOLE)}
+    of[SELECTIVE] = of[WHOLE]
+
+    def other(kind: BlockKind) -> BlockKind:
+        ways = (replace(way, working_bytes=int(of[way.treatment] * way.working_bytes)) for way in kind.treatments)
+        return replace(kind, treatments=tuple(ways))
+
+    kinds = {name: other(kind) for name, kind in costs.kinds.items()}
+    return replace(costs, kinds=kinds, in_flight_share=draw.uniform(*IN_FLIGHT))
+
+
+def on_a_card(foreseen: Planner, budget_bytes: int) -> Planner:
+    """The same, as if it ran on one: held to the budget, with a meter."""
+    planner = replace(foreseen, device=CARD, budget_bytes=budget_bytes, _seen=[])
+    assert foreseen._lying is not None and foreseen.costs is not None
+    lying = planner._lying = copy(foreseen._lying)
+    lying._meter = meter = Lies()
+    beside_bytes = lying.now_bytes() + lying.to_come_bytes() + planner._shared_bytes
+    meter.lies_bytes = foreseen.costs.resident_bytes - beside_bytes
+    return planner
+
+
 def _about(draw: random.Random, error: float) -> float:
     return draw.uniform(1 - error, 1 + error)
 
 
-def settled(foreseen: Planner, share: float, noise: float, busy: float, seed: int) -> tuple[float, int]:
-    """By which share of its time what stays is slower than the best, and after how many steps it stays."""
+def settled(
+    foreseen: Planner, share: float, noise: float, busy: float, seed: int, other_bytes: bool
+) -> tuple[float | None, int]:
+    """By which share of its time what stays is slower than the best, and after how many steps it stays. None: the last
+    of these ran out of memory."""
     assert foreseen.costs is not None
-    least = ABOVE * smallest_peak(foreseen.costs).peak_bytes
-    most = solve(foreseen.costs, 2**60).prediction.peak_bytes
-    planner = replace(foreseen, budget_bytes=int(least + share * (most - least)), _seen=[])
     machine = Machine.drawn(foreseen.costs, noise, busy, seed)
+    draw, beyond_bytes = random.Random(seed), 0
+    if other_bytes:
+        machine.costs = with_other_bytes(machine.costs, draw)
+        beyond_bytes = int(draw.uniform(*BEYOND) * smallest_peak(machine.costs).peak_bytes)
+    least = ABOVE * (smallest_peak(machine.costs).peak_bytes + beyond_bytes)
+    most = solve(machine.costs, 2**60).prediction.peak_bytes
+    budget_bytes = int(least + share * (most - least))
+    if other_bytes:
+        planner = on_a_card(foreseen, budget_bytes)
+        machine.memory = Memory(within_pages(CARD, budget_bytes), beyond_bytes)
+    else:
+        planner = replace(foreseen, budget_bytes=budget_bytes, _seen=[])
     steps = measuring(planner, machine)
     try:
         next(steps)
         while True:
             probed = machine.step()
+            if machine.ran_out:
+                return None, machine.steps
             planner.begin_step()
             steps.send(probed)
     except StopIteration:
         pass
     assert machine.stays is not None and planner.costs is not None
     took_ms = machine.step_ms(machine.stays.schedule)
-    room = planner.plan(like=True).budget_bytes
-    best = solve(replace(machine.costs, resident_bytes=planner.costs.resident_bytes), room).prediction.step_ms
-    return max(0.0, took_ms / best - 1), machine.steps
+    if machine.memory is None:
+        room_bytes = planner.plan(like=True).budget_bytes
+        true = replace(machine.costs, resident_bytes=planner.costs.resident_bytes)
+    else:
+        room_bytes, true = machine.memory.allowed_bytes - beyond_bytes, machine.costs
+    best_ms = solve(true, room_bytes).prediction.step_ms
+    return max(0.0, took_ms / best_ms - 1), machine.steps
 
 
 def main() -> None:
@@ -179,6 +278,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=24, help="machines drawn, each at four budgets")
     parser.add_argument("--noise", type=float, default=0.03, help="of a step's time")
     parser.add_argument("--busy", type=float, default=0.0, help="share of steps in periods in which the host is busy")
+    parser.add_argument("--bytes", action="store_true", help="forecasts of bytes are wrong, too")
     parser.add_argument("--card", default="RTX 4090", help="whose figures the forecast has")
     parser.add_argument("--save", type=Path)
     options = parser.parse_args()
@@ -186,14 +286,21 @@ def main() -> None:
         name, sizes = named(work)
         foreseen = forecast(name, sizes, options.card)
         found = {
-            share: [settled(foreseen, share, options.noise, options.busy, seed) for seed in range(options.runs)]
+            share: [
+                settled(foreseen, share, options.noise, options.busy, seed, options.bytes)
+                for seed in range(options.runs)
+            ]
             for share in SHARES
         }
-        behind = [each for runs in found.values() for each, _ in runs]
+        all_runs = [run for runs in found.values() for run in runs]
+        behind = [each for each, _ in all_runs if each is not None]
+        ran_out = [steps for each, steps in all_runs if each is None]
         over = {f"over {limit:.0%}": sum(each > limit for each in behind) / len(behind) for limit in (0.02, 0.04, 0.08)}
         told = ", ".join(f"{name} {share:.1%}" for name, share in over.items())
-        most = max(steps for runs in found.values() for _, steps in runs)
+        most = max(steps for _, steps in all_runs)
         print(f"{work}: behind by {statistics.mean(behind):.2%} on average, of runs {told}; {most} steps at most")
+        if options.bytes:
+            print(f"  out of memory: {len(ran_out)} of {len(all_runs)}, in steps {sorted(ran_out)}")
         if options.save is not None:
             line = {
                 "work": name,
@@ -201,7 +308,11 @@ def main() -> None:
                 "forecast_card": options.card,
                 "noise": options.noise,
                 "busy": options.busy,
-                "behind": {str(share): [round(each, 5) for each, _ in runs] for share, runs in found.items()},
+                "bytes": options.bytes,
+                "behind": {
+                    str(share): [each if each is None else round(each, 5) for each, _ in runs]
+                    for share, runs in found.items()
+                },
                 "steps": {str(share): [steps for _, steps in runs] for share, runs in found.items()},
                 **provenance("cpu"),
             }
