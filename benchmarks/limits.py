@@ -82,9 +82,12 @@ def held_to(task: Task, schedule: Schedule, limit_bytes: int | None, filled: boo
             limit.lift()
 
 
-def lines_of(task: Task, beyond: Sequence[int], fillings: Sequence[bool]) -> Iterator[dict[str, Any]]:
+def lines_of(
+    task: Task, beyond: Sequence[int], fillings: Sequence[bool], in_flight_bytes: int | None
+) -> Iterator[dict[str, Any]]:
     for name, words in SCHEDULES.items():
-        schedule = Schedule({stack.name: mixed(words(len(stack.blocks))) for stack in task.stacks})
+        stacks = {stack.name: mixed(words(len(stack.blocks))) for stack in task.stacks}
+        schedule = Schedule(stacks, in_flight_bytes, in_flight_bytes)
         free = held_to(task, schedule, None, False)
         yield {"schedule": name, "beyond_mib": None, "filled": False, **free}
         for more in beyond if "peak_bytes" in free else ():
@@ -107,21 +110,26 @@ def main() -> None:
     parser.add_argument("works", nargs="+", metavar="WORK", help="a family, or synthetic:BLOCKSxTOKENS")
     parser.add_argument("--beyond", type=int, nargs="+", default=[50, 80, 110, 140, 170, 200], metavar="MIB")
     parser.add_argument("--filled", choices=("no", "yes", "both"), default="no")
+    parser.add_argument(
+        "--in-flight", type=int, metavar="MIB", help="each way; default: what the block that moves most moves"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="SIZE=N", help="of families, as in FR=33")
     parser.add_argument("--save", type=Path, metavar="FILE", help="append one JSON line a schedule and limit")
     options = parser.parse_args()
     sizes, where = sizes_of(options.set), machine("cuda")
     settings = next((os.environ[name] for name in VARIABLES if name in os.environ), None)
+    in_flight_bytes = None if options.in_flight is None else options.in_flight * MIB
     fillings = {"no": (False,), "yes": (True,), "both": (False, True)}[options.filled]
     for work in options.works:
         of_work = {} if work.startswith("synthetic:") else sizes
         with kernels("no-cudnn"), pinned_once():
             task = build(condition_of(work, "real", of_work), "cuda")
             print(f"{work}:")
-            for line in lines_of(task, options.beyond, fillings):
+            for line in lines_of(task, options.beyond, fillings, in_flight_bytes):
                 print(in_a_line(line), flush=True)
                 if options.save is not None:
-                    more = {"work": work, "sizes": of_work, **line, "allocator": settings, "machine": where}
+                    how = {"in_flight_mib": options.in_flight, "allocator": settings, "machine": where}
+                    more = {"work": work, "sizes": of_work, **line, **how}
                     with options.save.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(more) + "\n")
         del task

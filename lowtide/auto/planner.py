@@ -25,7 +25,7 @@ from lowtide.measure.meter import meter_of
 from lowtide.measure.probe import Probed
 from lowtide.measure.residents import block_gradients
 from lowtide.plan.answer import Plan
-from lowtide.plan.assignment import assignment_of, in_flight_bytes, schedule_of
+from lowtide.plan.assignment import assignment_of, schedule_of
 from lowtide.plan.costs import BlockKind, StepCosts
 from lowtide.plan.predict_step import predict_step
 from lowtide.plan.sampling import bytes_of, corrected, samples_of, sampling, with_bytes
@@ -76,6 +76,7 @@ class Planner:
     _shared_bytes: int = 0
     _error_bytes: int = 0
     _corrected: Schedule | None = None
+    _relief_share: float | None = None  # the least that a step showed; None: none has
     _trials: Trials | None = None
     _seen: list["_Seen"] = field(default_factory=list)
     _untimed: int | None = None  # of those, how many came before treatments were timed; None: they have not been
@@ -111,6 +112,7 @@ class Planner:
         self._gradients = block_gradients(self.model, stacks, self.costs.stacks)
         self.costs = self.costs.with_gradients(self._late_gradients)
         self._error_bytes, self._corrected, self._trials = 0, None, None
+        self._relief_share = None
         self._untimed, self._seen = None, []
 
     def begin_step(self) -> None:
@@ -146,7 +148,8 @@ class Planner:
 
         Raises ConfigError where nothing fits: says what would.
         """
-        costs = self._known if moving else replace(self._known, link=None)
+        costs = self._known if careful else self._shown
+        costs = costs if moving else replace(costs, link=None)
         if careful:
             try:
                 return solve(costs, self._careful_bytes(costs))
@@ -158,12 +161,12 @@ class Planner:
     def fixed_plans(self) -> list[Plan]:
         """The fixed settings that fit; the quickest by what is known first."""
         spare_bytes = self._like_spare_bytes
-        return fixed_plans(self._known, self._left_bytes(self._known, spare_bytes, _MARGIN, _LEAST_MARGIN_BYTES))
+        return fixed_plans(self._shown, self._left_bytes(self._shown, spare_bytes, _MARGIN, _LEAST_MARGIN_BYTES))
 
     def hoped_plans(self, beside: Schedule) -> Iterator[tuple[float, Plan]]:
         """What would be quickest if one of the treatments were as quick as it may well be by what steps told; and by
         which share it would be quicker then than ``beside``."""
-        for costs in () if self._trials is None else self._trials.hoped(self._known):
+        for costs in () if self._trials is None else self._trials.hoped(self._shown):
             try:
                 plan = solve(costs, self._most_like_bytes(costs))
             except ConfigError:
@@ -211,33 +214,41 @@ class Planner:
         """See by how much the predicted peak of the last step was wrong, at most of the steps under one schedule (with
         accumulated gradients some need more than others), and what was reserved beyond it.
 
-        Less than predicted: copies were not in flight where backward needed the most, which may hold for as many bytes
-        of other schedules, and for no more. More: where these were to need less room than all of them, that was wrong
-        (attention sides may need as much as feed-forward sides); what is left of the error may others need, too.
+        Where copies in flight were to need less room than all of them, what was seen says how much less (attention
+        sides may need as much as feed-forward sides): the least of all steps is believed. Otherwise, less than
+        predicted: copies were not in flight where backward needed the most, which may hold for as many bytes of other
+        schedules, and for no more. More: what is left of the error may others need, too.
         """
         if probed is None or probed.peak_bytes is None or probed.reserved_bytes is None:
             return
         lying_bytes = max(0, self._before_bytes + self._shared_bytes)
         costs = self._as_the_step_began(replace(self._known, resident_bytes=lying_bytes, in_flight_share=1.0))
-        assignment = assignment_of(costs, schedule)
-        highest = predict_step(costs, assignment).highest
+        relief_share = self._seen_relief(costs, schedule, probed.peak_bytes)
+        if relief_share is not None:
+            self._relief_share = min(relief_share, 1.0 if self._relief_share is None else self._relief_share)
+            self.costs, costs = self._known.with_relief(self._relief_share), costs.with_relief(self._relief_share)
+        highest = predict_step(costs, assignment_of(costs, schedule)).highest
         error_bytes = probed.peak_bytes - highest.peak_bytes
         self._error_bytes = max(error_bytes, self._error_bytes) if schedule == self._corrected else error_bytes
         self._corrected = schedule
-        relief_bytes = in_flight_bytes(assignment) - highest.in_flight_bytes
-        if relief_bytes > 0 and self._error_bytes > 0:
-            share = 1 - min(relief_bytes, self._error_bytes) / relief_bytes
-            self.costs, costs = self._known.with_relief(share), costs.with_relief(share)
-            corrected = predict_step(costs, assignment_of(costs, schedule)).highest
-            self._error_bytes -= corrected.peak_bytes - highest.peak_bytes
-        elif highest.in_flight_bytes:
+        if highest.in_flight_bytes and (relief_share is None or self._relief_share == 1.0):
             share = min(1.0, max(0.0, 1 + self._error_bytes / highest.in_flight_bytes))
             self.costs = replace(self._known, in_flight_share=share, in_flight_known_bytes=highest.in_flight_bytes)
         most_bytes = max(_MOST_SPARE_BYTES, int(_MOST_SPARE * self.budget_bytes))
         spare_bytes = min(most_bytes, probed.reserved_bytes - probed.peak_bytes)
         self.spare_bytes = max(self.spare_bytes, spare_bytes)
-        self._seen.append(_Seen(schedule, self._began_without, probed.peak_bytes - lying_bytes, spare_bytes))
+        activation_bytes = probed.peak_bytes - lying_bytes
+        self._seen.append(_Seen(schedule, self._began_without, probed.peak_bytes, activation_bytes, spare_bytes))
         self._settle()
+
+    @staticmethod
+    def _seen_relief(costs: StepCosts, schedule: Schedule, peak_bytes: int) -> float | None:
+        """By a step's peak, the share of what is spared where backward needs the most; None: nothing is."""
+        none, all_of_it = (
+            predict_step(each, assignment_of(each, schedule)).highest.peak_bytes
+            for each in (costs.with_relief(0.0), costs.with_relief(1.0))
+        )
+        return min(1.0, max(0.0, (none - peak_bytes) / (none - all_of_it))) if none > all_of_it else None
 
     def _as_the_step_began(self, costs: StepCosts) -> StepCosts:
         """The costs of the last step: with or without the gradients that lay there at its beginning."""
@@ -265,6 +276,12 @@ class Planner:
     def _known(self) -> StepCosts:
         assert self.costs is not None
         return self.costs
+
+    @property
+    def _shown(self) -> StepCosts:
+        """The same, where copies in flight are spared no room but what a step has shown: forecasts of that err by all
+        of it, and little is left free now."""
+        return self._known if self._relief_share is not None else self._known.with_relief(0.0)
 
     def ran_out(self) -> bool:
         """Whether memory has run out since this was asked the last time: in a step, or wherever."""
@@ -300,31 +317,36 @@ class Planner:
 
     @property
     def _less_bytes(self) -> int:
-        """How much less than predicted, by what is known now, activations took under all plans that were tried."""
+        """How much less than predicted, by what is known now, activations took under all plans that were tried. What
+        copies in flight may have been spared under these is no room for others."""
+        costs = self._known.with_relief(1.0)
         less = (
-            self._activation_bytes(seen.schedule, seen.began_without) - seen.activation_bytes for seen in self._tried
+            self._activation_bytes(costs, seen.schedule, seen.began_without) - seen.activation_bytes
+            for seen in self._tried
         )
         return max(0, min(less, default=0))
 
-    def _activation_bytes(self, schedule: Schedule, begins_without: bool) -> int:
+    def _activation_bytes(self, costs: StepCosts, schedule: Schedule, begins_without: bool) -> int:
         """Predicted. begins_without: gradients are not there when the step begins."""
         gradients = self._gradients if begins_without else {}
-        costs = replace(self._known.with_gradients(gradients), resident_bytes=0)
+        costs = replace(costs.with_gradients(gradients), resident_bytes=0)
         return predict_step(costs, assignment_of(costs, schedule)).highest.peak_bytes
 
     def fits(self, plan: Plan) -> bool:
-        """Whether a plan does that was made before: more may lie there by now. As measured, where it has run."""
+        """Whether a plan does that was made before: more may lie there by now. As measured, where it has run: it takes
+        hardly more than it did then, or leaves room for what was reserved beyond."""
         begins_without = bool(self._late_gradients)
-        took = [
-            seen.activation_bytes
-            for seen in self._seen
-            if (seen.schedule, seen.began_without) == (plan.schedule, begins_without)
-        ]
-        activation_bytes = max(took) if took else self._activation_bytes(plan.schedule, begins_without)
+        ran = [one for one in self._seen if (one.schedule, one.began_without) == (plan.schedule, begins_without)]
         most_bytes = within_pages(self.device, self.budget_bytes)
         if self.ceiling_bytes is not None:
             most_bytes = min(most_bytes, self.ceiling_bytes)
-        return self._lying_bytes(0) + activation_bytes <= most_bytes
+        if not ran:
+            activation_bytes = self._activation_bytes(self._shown, plan.schedule, begins_without)
+            return self._lying_bytes(0) + activation_bytes <= most_bytes
+        peak_bytes = self._lying_bytes(0) + max(one.activation_bytes for one in ran)
+        more_bytes = PAGE_BYTES if self.device.type == "cuda" else 0
+        held_bytes, spare_bytes = max(one.peak_bytes for one in ran), max(one.spare_bytes for one in ran)
+        return peak_bytes <= min(most_bytes, max(held_bytes + more_bytes, most_bytes - spare_bytes))
 
     def near_the_limit(self, reserved_bytes: int) -> bool:
         """Whether a little more in pieces that fit nothing would exceed the budget. reserved_bytes: 0: not known."""
@@ -382,6 +404,7 @@ class _Seen:
 
     schedule: Schedule
     began_without: bool
+    peak_bytes: int
     activation_bytes: int
     spare_bytes: int
 

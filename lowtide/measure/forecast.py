@@ -39,6 +39,9 @@ _TRAFFIC = {"forward": 2, "backward": 4}
 
 _BACKWARD_OPERATORS = 2
 """Dispatched for each one that autograd recorded."""
+_RELIEF = 0.5
+"""Of the room that copies in flight are spared while backward is at a feed-forward side: 0.2 to 1 by 44 schedules on
+H200s, as attention sides may need as much (``benchmarks/LOG.md``, 2026-12-01)."""
 
 Block = tuple[str, int]
 
@@ -63,7 +66,7 @@ def forecast(
     forecaster = _Forecaster(
         trace, {stack.name: len(stack.blocks) for stack in stacks}, card, _trains(stacks), min_bytes
     )
-    return StepCosts(
+    costs = StepCosts(
         kinds=forecaster.kinds(),
         stacks=forecaster.kind_names,
         resident_bytes=max(0, resident_bytes + trace.bytes_of(trace.glue & trace.live) + forecaster.shared_bytes()),
@@ -73,6 +76,7 @@ def forecast(
         source=FORECAST,
         tokens=trace.tokens,
     )
+    return costs.with_relief(_RELIEF)
 
 
 def _trains(stacks: Sequence[ResolvedStack]) -> bool:

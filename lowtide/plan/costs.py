@@ -54,6 +54,7 @@ class TreatmentCost:
     relief_bytes: what its backward is through with when it comes to the attention side. Until then no copies for other
         blocks lie beside it: what was brought back is its own, which it reads there. What moves nothing has such a
         relief only where it runs last, and wakes the way back there: where the schedule reaches into blocks.
+    relief_share: of that, what is believed.
     gradient_bytes: of its weights' gradients that are among the residents, but not there until its backward makes them.
     """
 
@@ -68,6 +69,7 @@ class TreatmentCost:
     copied_bytes: int = 0
     relief_bytes: int = 0
     gradient_bytes: int = 0
+    relief_share: float = 1.0
 
     def __post_init__(self) -> None:
         if self.treatment not in TREATMENTS:
@@ -113,7 +115,7 @@ class TreatmentCost:
         """Of all bytes in flight, those that need room beside its working set. wakes: it runs last, and wakes the way
         back at its attention."""
         relief_bytes = min(self.relief_bytes, self.working_bytes) if self.moves or wakes else 0
-        return max(0, all_bytes - relief_bytes)
+        return max(0, all_bytes - int(self.relief_share * relief_bytes))
 
 
 @dataclass(frozen=True)
@@ -150,11 +152,7 @@ class BlockKind:
         return replace(self, treatments=tuple(costs))
 
     def with_relief(self, share: float) -> "BlockKind":
-        costs = (
-            replace(cost, relief_bytes=int(share * min(cost.relief_bytes, cost.working_bytes)))
-            for cost in self.treatments
-        )
-        return replace(self, treatments=tuple(costs))
+        return replace(self, treatments=tuple(replace(cost, relief_share=share) for cost in self.treatments))
 
     @classmethod
     def from_figures(cls, figures: Mapping[Way, BlockFigures]) -> "BlockKind":
@@ -274,7 +272,7 @@ class StepCosts:
         return replace(self, kinds=kinds)
 
     def with_relief(self, share: float) -> "StepCosts":
-        """With so much of every relief."""
+        """With so much of every relief believed."""
         kinds = {name: kind.with_relief(share) for name, kind in self.kinds.items()}
         return replace(self, kinds=kinds)
 
