@@ -223,7 +223,7 @@ def with_other_bytes(costs: StepCosts, draw: random.Random) -> StepCosts:
         return replace(kind, treatments=tuple(ways))
 
     relief = draw.uniform(*RELIEF)
-    kinds = {name: other(kind).with_relief(relief) for name, kind in costs.kinds.items()}
+    kinds = {name: other(kind).with_relief(relief, EVERYTHING) for name, kind in costs.kinds.items()}
     inputs = [way.copied_bytes for kind in kinds.values() for way in kind.treatments if way.moves == {BOUNDARY}]
     return replace(
         costs,

@@ -77,6 +77,7 @@ class Planner:
     _error_bytes: int = 0
     _corrected: Schedule | None = None
     _relief_share: float | None = None  # the least that a step showed; None: none has
+    _relief_bytes: int = 0  # of how many, at most
     _trials: Trials | None = None
     _seen: list["_Seen"] = field(default_factory=list)
     _untimed: int | None = None  # of those, how many came before treatments were timed; None: they have not been
@@ -112,7 +113,7 @@ class Planner:
         self._gradients = block_gradients(self.model, stacks, self.costs.stacks)
         self.costs = self.costs.with_gradients(self._late_gradients)
         self._error_bytes, self._corrected, self._trials = 0, None, None
-        self._relief_share = None
+        self._relief_share, self._relief_bytes = None, 0
         self._untimed, self._seen = None, []
 
     def begin_step(self) -> None:
@@ -215,23 +216,25 @@ class Planner:
         accumulated gradients some need more than others), and what was reserved beyond it.
 
         Where copies in flight were to need less room than all of them, what was seen says how much less (attention
-        sides may need as much as feed-forward sides): the least of all steps is believed. Otherwise, less than
-        predicted: copies were not in flight where backward needed the most, which may hold for as many bytes of other
-        schedules, and for no more. More: what is left of the error may others need, too.
+        sides may need as much as feed-forward sides): the least of all steps is believed, of as many bytes. Otherwise,
+        less than predicted: copies were not in flight where backward needed the most, which may hold for as many bytes
+        of other schedules, and for no more. More: what is left of the error may others need, too.
         """
         if probed is None or probed.peak_bytes is None or probed.reserved_bytes is None:
             return
         lying_bytes = max(0, self._before_bytes + self._shared_bytes)
         costs = self._as_the_step_began(replace(self._known, resident_bytes=lying_bytes, in_flight_share=1.0))
-        relief_share = self._seen_relief(costs, schedule, probed.peak_bytes)
-        if relief_share is not None:
-            self._relief_share = min(relief_share, 1.0 if self._relief_share is None else self._relief_share)
-            self.costs, costs = self._known.with_relief(self._relief_share), costs.with_relief(self._relief_share)
+        seen_share, seen_bytes = _seen_relief(costs, schedule, probed.peak_bytes)
+        if seen_bytes:
+            self._relief_share = min(seen_share, 1.0 if self._relief_share is None else self._relief_share)
+            self._relief_bytes = max(seen_bytes, self._relief_bytes)
+            relief = self._relief_share, int(self._relief_share * self._relief_bytes)
+            self.costs, costs = self._known.with_relief(*relief), costs.with_relief(*relief)
         highest = predict_step(costs, assignment_of(costs, schedule)).highest
         error_bytes = probed.peak_bytes - highest.peak_bytes
         self._error_bytes = max(error_bytes, self._error_bytes) if schedule == self._corrected else error_bytes
         self._corrected = schedule
-        if highest.in_flight_bytes and (relief_share is None or self._relief_share == 1.0):
+        if highest.in_flight_bytes and (not seen_bytes or self._relief_share == 1.0):
             share = min(1.0, max(0.0, 1 + self._error_bytes / highest.in_flight_bytes))
             self.costs = replace(self._known, in_flight_share=share, in_flight_known_bytes=highest.in_flight_bytes)
         most_bytes = max(_MOST_SPARE_BYTES, int(_MOST_SPARE * self.budget_bytes))
@@ -240,15 +243,6 @@ class Planner:
         activation_bytes = probed.peak_bytes - lying_bytes
         self._seen.append(_Seen(schedule, self._began_without, probed.peak_bytes, activation_bytes, spare_bytes))
         self._settle()
-
-    @staticmethod
-    def _seen_relief(costs: StepCosts, schedule: Schedule, peak_bytes: int) -> float | None:
-        """By a step's peak, the share of what is spared where backward needs the most; None: nothing is."""
-        none, all_of_it = (
-            predict_step(each, assignment_of(each, schedule)).highest.peak_bytes
-            for each in (costs.with_relief(0.0), costs.with_relief(1.0))
-        )
-        return min(1.0, max(0.0, (none - peak_bytes) / (none - all_of_it))) if none > all_of_it else None
 
     def _as_the_step_began(self, costs: StepCosts) -> StepCosts:
         """The costs of the last step: with or without the gradients that lay there at its beginning."""
@@ -407,6 +401,16 @@ class _Seen:
     peak_bytes: int
     activation_bytes: int
     spare_bytes: int
+
+
+def _seen_relief(costs: StepCosts, schedule: Schedule, peak_bytes: int) -> tuple[float, int]:
+    """What copies in flight may be spared where backward needs the most, in bytes, and the share of it by a step's
+    peak."""
+    none, all_of_it = (
+        predict_step(each, assignment_of(each, schedule)).highest.peak_bytes
+        for each in (costs.with_relief(0.0), costs.with_relief(1.0))
+    )
+    return min(1.0, max(0.0, (none - peak_bytes) / max(1, none - all_of_it))), none - all_of_it
 
 
 def in_short(plan: Plan, budget_bytes: int) -> str:

@@ -17,6 +17,7 @@ MEASURED, FORECAST = "measured", "forecast"
 Way = tuple[str, frozenset[str], int]
 """A treatment, what moves of it, and how many blocks it takes together."""
 PLAIN: Way = (KEPT, frozenset(), 1)
+ANY_BYTES = 2**60
 COPYING = 0.1
 """Of the time of copies on the link, by how much a step takes longer though nobody waits for them: they take time of
 the host, and share the device's memory. On an H200 it was 0.02 to 0.25 (`benchmarks/LOG.md`, 2026-12-01)."""
@@ -54,7 +55,7 @@ class TreatmentCost:
     relief_bytes: what its backward is through with when it comes to the attention side. Until then no copies for other
         blocks lie beside it: what was brought back is its own, which it reads there. What moves nothing has such a
         relief only where it runs last, and wakes the way back there: where the schedule reaches into blocks.
-    relief_share: of that, what is believed.
+    relief_share, relief_most_bytes: of that, what is believed.
     gradient_bytes: of its weights' gradients that are among the residents, but not there until its backward makes them.
     """
 
@@ -70,6 +71,7 @@ class TreatmentCost:
     relief_bytes: int = 0
     gradient_bytes: int = 0
     relief_share: float = 1.0
+    relief_most_bytes: int = ANY_BYTES
 
     def __post_init__(self) -> None:
         if self.treatment not in TREATMENTS:
@@ -115,7 +117,7 @@ class TreatmentCost:
         """Of all bytes in flight, those that need room beside its working set. wakes: it runs last, and wakes the way
         back at its attention."""
         relief_bytes = min(self.relief_bytes, self.working_bytes) if self.moves or wakes else 0
-        return max(0, all_bytes - int(self.relief_share * relief_bytes))
+        return max(0, all_bytes - min(int(self.relief_share * relief_bytes), self.relief_most_bytes))
 
 
 @dataclass(frozen=True)
@@ -151,8 +153,9 @@ class BlockKind:
         costs = (replace(cost, gradient_bytes=cost.blocks * gradient_bytes) for cost in self.treatments)
         return replace(self, treatments=tuple(costs))
 
-    def with_relief(self, share: float) -> "BlockKind":
-        return replace(self, treatments=tuple(replace(cost, relief_share=share) for cost in self.treatments))
+    def with_relief(self, share: float, most_bytes: int) -> "BlockKind":
+        costs = (replace(cost, relief_share=share, relief_most_bytes=most_bytes) for cost in self.treatments)
+        return replace(self, treatments=tuple(costs))
 
     @classmethod
     def from_figures(cls, figures: Mapping[Way, BlockFigures]) -> "BlockKind":
@@ -271,9 +274,9 @@ class StepCosts:
         kinds = {name: kind.with_gradients(of_kinds.get(name, 0)) for name, kind in self.kinds.items()}
         return replace(self, kinds=kinds)
 
-    def with_relief(self, share: float) -> "StepCosts":
-        """With so much of every relief believed."""
-        kinds = {name: kind.with_relief(share) for name, kind in self.kinds.items()}
+    def with_relief(self, share: float, most_bytes: int = ANY_BYTES) -> "StepCosts":
+        """With so much of every relief believed, and no more bytes than that."""
+        kinds = {name: kind.with_relief(share, most_bytes) for name, kind in self.kinds.items()}
         return replace(self, kinds=kinds)
 
     def calibrated(self, predicted_peak_bytes: int, measured_peak_bytes: int) -> "StepCosts":
