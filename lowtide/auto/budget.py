@@ -1,6 +1,7 @@
 """How much device memory ``auto`` may take, and the limit that holds PyTorch to it."""
 
 import os
+import sys
 
 import torch
 
@@ -39,8 +40,9 @@ def within_pages(device: torch.device, size_bytes: int) -> int:
 
 def runs_out_early() -> bool:
     """Whether memory runs out soon after PyTorch begins to give back what it has cached: with somebody's own choice of
-    settings, whose pages are larger."""
-    return SMALLEST_PAGES not in next((os.environ[name] for name in VARIABLES if name in os.environ), SETTINGS)
+    settings, whose pages are larger, and where there are no pages at all."""
+    settings = next((os.environ[name] for name in VARIABLES if name in os.environ), SETTINGS)
+    return sys.platform != "linux" or SMALLEST_PAGES not in settings
 
 
 class Limit:
