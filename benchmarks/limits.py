@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -83,22 +84,24 @@ def held_to(task: Task, schedule: Schedule, limit_bytes: int | None, filled: boo
 
 
 def lines_of(
-    task: Task, beyond: Sequence[int], fillings: Sequence[bool], in_flight_bytes: int | None
+    task: Task, names: Sequence[str], in_flight: Sequence[int | None], beyond: Sequence[int], fillings: Sequence[bool]
 ) -> Iterator[dict[str, Any]]:
-    for name, words in SCHEDULES.items():
-        stacks = {stack.name: mixed(words(len(stack.blocks))) for stack in task.stacks}
-        schedule = Schedule(stacks, in_flight_bytes, in_flight_bytes)
+    for name, in_flight_mib in product(names, in_flight):
+        stacks = {stack.name: mixed(SCHEDULES[name](len(stack.blocks))) for stack in task.stacks}
+        most_bytes = None if in_flight_mib is None else in_flight_mib * MIB
+        schedule = Schedule(stacks, most_bytes, most_bytes)
+        what = {"schedule": name, "in_flight_mib": in_flight_mib}
         free = held_to(task, schedule, None, False)
-        yield {"schedule": name, "beyond_mib": None, "filled": False, **free}
-        for more in beyond if "peak_bytes" in free else ():
-            for filled in fillings:
-                found = held_to(task, schedule, free["peak_bytes"] + more * MIB, filled)
-                yield {"schedule": name, "beyond_mib": more, "filled": filled, **found}
+        yield {**what, "beyond_mib": None, "filled": False, **free}
+        for more, filled in product(beyond, fillings) if "peak_bytes" in free else ():
+            found = held_to(task, schedule, free["peak_bytes"] + more * MIB, filled)
+            yield {**what, "beyond_mib": more, "filled": filled, **found}
 
 
 def in_a_line(line: Mapping[str, Any]) -> str:
     where = "no limit" if line["beyond_mib"] is None else f"peak + {line['beyond_mib']} MiB"
-    name = f"{line['schedule']}, {where}{', filled' * line['filled']}"
+    in_flight = "" if line["in_flight_mib"] is None else f", {line['in_flight_mib']} MiB in flight"
+    name = f"{line['schedule']}{in_flight}, {where}{', filled' * line['filled']}"
     if "failed" in line:
         return f"{name}: {line['failed']}"
     sizes = f"{format_bytes(line['peak_bytes'])}, reserved {format_bytes(line['reserved_bytes'])}"
@@ -110,26 +113,30 @@ def main() -> None:
     parser.add_argument("works", nargs="+", metavar="WORK", help="a family, or synthetic:BLOCKSxTOKENS")
     parser.add_argument("--beyond", type=int, nargs="+", default=[50, 80, 110, 140, 170, 200], metavar="MIB")
     parser.add_argument("--filled", choices=("no", "yes", "both"), default="no")
+    parser.add_argument("--schedules", nargs="+", choices=tuple(SCHEDULES), default=tuple(SCHEDULES))
     parser.add_argument(
-        "--in-flight", type=int, metavar="MIB", help="each way; default: what the block that moves most moves"
+        "--in-flight",
+        type=lambda word: None if word == "block" else int(word),
+        nargs="+",
+        default=[None],
+        metavar="MIB",
+        help="each way; block (the default): what the block that moves most moves",
     )
     parser.add_argument("--set", action="append", default=[], metavar="SIZE=N", help="of families, as in FR=33")
     parser.add_argument("--save", type=Path, metavar="FILE", help="append one JSON line a schedule and limit")
     options = parser.parse_args()
     sizes, where = sizes_of(options.set), machine("cuda")
     settings = next((os.environ[name] for name in VARIABLES if name in os.environ), None)
-    in_flight_bytes = None if options.in_flight is None else options.in_flight * MIB
     fillings = {"no": (False,), "yes": (True,), "both": (False, True)}[options.filled]
     for work in options.works:
         of_work = {} if work.startswith("synthetic:") else sizes
         with kernels("no-cudnn"), pinned_once():
             task = build(condition_of(work, "real", of_work), "cuda")
             print(f"{work}:")
-            for line in lines_of(task, options.beyond, fillings, in_flight_bytes):
+            for line in lines_of(task, options.schedules, options.in_flight, options.beyond, fillings):
                 print(in_a_line(line), flush=True)
                 if options.save is not None:
-                    how = {"in_flight_mib": options.in_flight, "allocator": settings, "machine": where}
-                    more = {"work": work, "sizes": of_work, **line, **how}
+                    more = {"work": work, "sizes": of_work, **line, "allocator": settings, "machine": where}
                     with options.save.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(more) + "\n")
         del task
