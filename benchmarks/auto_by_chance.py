@@ -38,7 +38,7 @@ from lowtide.measure.probe import BlockMemory, BlockTime, Probed
 from lowtide.plan.answer import Plan
 from lowtide.plan.assignment import assignment_of, placed
 from lowtide.plan.costs import BlockKind, StepCosts, TreatmentCost
-from lowtide.plan.predict_step import predict_step
+from lowtide.plan.predict_step import predict_schedule
 from lowtide.plan.schedule import BOUNDARY, FFN, KEPT, MIN_BYTES, SELECTIVE, WHOLE, Schedule
 from lowtide.plan.solve import smallest_peak, solve
 
@@ -143,7 +143,7 @@ class Machine:
         self.stays = plan if settled else None
 
     def step_ms(self, schedule: Schedule) -> float:
-        return predict_step(self.costs, assignment_of(self.costs, schedule)).step_ms
+        return predict_schedule(self.costs, schedule).step_ms
 
     def step(self) -> Probed:
         """A step under what is attached, as it was seen."""
@@ -154,7 +154,7 @@ class Machine:
         times, step_ms = dict(self._block_times(self.schedule)), self.step_ms(self.schedule) * self._late()
         if self.memory is None:
             return Probed(times, {}, step_ms, None, None)
-        peak_bytes = predict_step(self.costs, assignment_of(self.costs, self.schedule)).highest.peak_bytes
+        peak_bytes = predict_schedule(self.costs, self.schedule).highest.peak_bytes
         peak_bytes -= self.memory.states_bytes if self.steps == 1 else 0
         beyond_bytes = self.memory.beyond(self.schedule)
         crowded = peak_bytes + beyond_bytes > self.memory.allowed_bytes

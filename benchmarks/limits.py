@@ -23,7 +23,7 @@ from planner import clear, condition_of, measure
 
 import lowtide
 from lowtide.allocator import VARIABLES
-from lowtide.auto.budget import PAGE_BYTES, Limit
+from lowtide.auto.budget import Limit, page_bytes
 from lowtide.bench.attention import kernels
 from lowtide.bench.provenance import machine
 from lowtide.bench.works import Task, build
@@ -48,7 +48,7 @@ SCHEDULES: Mapping[str, Callable[[int], Sequence[str]]] = {
 def fill(limit_bytes: int) -> None:
     """Take what may be taken, and give it back to the allocator's cache."""
     held = []
-    while (room_bytes := limit_bytes - torch.cuda.memory_reserved() - SMALL_BYTES) >= PAGE_BYTES:
+    while (room_bytes := limit_bytes - torch.cuda.memory_reserved() - SMALL_BYTES) >= page_bytes():
         try:
             held.append(torch.empty(room_bytes, dtype=torch.uint8, device=DEVICE))
         except torch.OutOfMemoryError:
@@ -69,7 +69,7 @@ class Filling:
 def held_to(task: Task, schedule: Schedule, limit_bytes: int | None, filled: bool) -> dict[str, Any]:
     """What its steps took."""
     clear("cuda")
-    limit = None if limit_bytes is None else Limit(DEVICE, limit_bytes + PAGE_BYTES)
+    limit = None if limit_bytes is None else Limit(DEVICE, limit_bytes + page_bytes())
     run: Any = task if limit_bytes is None or not filled else Filling(task, limit_bytes)
     try:
         with lowtide.attach(task.model, schedule=schedule):

@@ -12,8 +12,8 @@ from lowtide.measure.device import available_bytes, budget_within
 
 _SETTERS = ("_accelerator_setAllocatorSettings", "_cuda_cudaCachingAllocator_set_allocator_settings")
 """Of newer versions of torch, and of older ones. There is no public name."""
-PAGE_BYTES = 20 * 2**20
-"""Of an expandable segment, at most. PyTorch compares what is asked for with the limit, and then takes whole pages."""
+_PAGE_BYTES, _SMALL_PAGE_BYTES = 20 * 2**20, 12 * 2**20
+"""Of an expandable segment as PyTorch has it, and as ``SETTINGS`` do."""
 
 
 def budget_bytes(given: int | str | None) -> int:
@@ -33,9 +33,14 @@ _standing: dict[torch.device, list["Limit"]] = {}
 _before: dict[torch.device, float] = {}  # what each device was held to before the first of them
 
 
+def page_bytes() -> int:
+    """PyTorch compares what is asked for with a limit, and then takes whole pages: this much more, at most."""
+    return _PAGE_BYTES if runs_out_early() else _SMALL_PAGE_BYTES
+
+
 def within_pages(device: torch.device, size_bytes: int) -> int:
     """How much may be asked for in all, so that no more than ``size_bytes`` is taken."""
-    return max(0, size_bytes - PAGE_BYTES) if device.type == "cuda" else size_bytes
+    return max(0, size_bytes - page_bytes()) if device.type == "cuda" else size_bytes
 
 
 def runs_out_early() -> bool:

@@ -6,8 +6,8 @@ Every step is a training step with the gradients of a plain run. They run under
 2. a schedule that has each treatment on some blocks, four times, of which the last three are timed;
 3. the plan from measured times, the plan from what that one then took, and the same two of plans that move nothing, a
    few steps each. The first plan once more, and the two best of the fixed settings, if they are not far behind by those
-   times; the plan that would win most if one treatment were quicker than it seems, and the plan from what all of these
-   took;
+   times; the plan that would win most if one treatment were quicker than it seems, one with less in flight where that
+   makes room for a quicker one, and the plan from what all of these took;
 4. the quickest of those again in turns, and of these those that are still close, where any are or little room is left:
    a busy host makes all steps of some seconds late. What is quickest stays.
 
@@ -39,6 +39,7 @@ the memory of each block is to be seen."""
 _TRIED = {True: "tried for some steps, from measured times", False: "tried for some steps, with nothing moving"}
 _ONCE_MORE, _FIXED = "tried for some steps, once more", "tried for some steps, as one setting for all blocks"
 _HOPED = "tried for some steps, since a treatment in it may be quicker than it seems"
+_NARROW = "tried for some steps, with less in flight at a time"
 _LAST, _AGAIN = "tried for some steps, from what all of these took", "run once more before one stays"
 _MOST_FIXED = 2
 _TIMED = 3
@@ -56,10 +57,13 @@ would, too, and each waits for the device then."""
 _CROWDED_MORE, _ONLY_IF_NOTHING_ELSE = 0.05, 1e3
 """Of the time of such a step, that later ones may well take longer: what lies where changes from one to the next. Where
 they may run out of memory instead, such a plan stays only if nothing else does."""
-MOST_STEPS = 2 + (1 + 4 + 1 + _MOST_FIXED + 1 + 1 + sum(most for most, _ in _ROUNDS)) * (1 + _TIMED)
+MOST_STEPS = 2 + (1 + 4 + 1 + _MOST_FIXED + 1 + 1 + 1 + sum(most for most, _ in _ROUNDS)) * (1 + _TIMED)
 """Until it settles, the first under what stays among them: where all steps are of one size and none fails."""
 _WORTH = 0.01
 """Of the time of a step, that copies have to save to be worth it: what else uses the link or the host may change."""
+
+_NARROW_WORTH = 0.03
+"""Of it, that less in flight has to save by prediction."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,7 @@ def measuring(planner: Planner, attached: Attached) -> Steps:
         fixed = next((made for made in planner.fixed_plans() if _may_be_quicker(planner, made, tried)), None)
         yield from _try_new(planner, attached, fixed, _FIXED, tried)
     yield from _try_new(planner, attached, _hoped(planner, tried), _HOPED, tried)
+    yield from _try_new(planner, attached, _narrow(planner, tried), _NARROW, tried)
     yield from _try_new(planner, attached, _candidate(planner, like=True), _LAST, tried)
     for number, (most, close) in enumerate(_ROUNDS, start=1):
         for _ in range(most):
@@ -200,6 +205,15 @@ def _hoped(planner: Planner, tried: list[_Tried]) -> Plan | None:
     made = list(planner.hoped_plans(min(tried, key=lambda one: one.counted_ms).plan.schedule))
     gain, plan = max(made, key=lambda one: one[0], default=(0.0, None))
     return None if plan is None or gain < _WORTH else replace(planner.as_it_ran(plan), foreseen=None)
+
+
+def _narrow(planner: Planner, tried: list[_Tried]) -> Plan | None:
+    """None where it would win little, as waits for copies may take longer than predicted."""
+    plan = planner.narrow_plan()
+    quickest_ms = min((one.counted_ms for one in tried), default=0.0)
+    if plan is None or (1 + _NARROW_WORTH) * plan.prediction.step_ms > quickest_ms:
+        return None
+    return replace(planner.as_it_ran(plan), foreseen=None)
 
 
 def _may_be_quicker(planner: Planner, plan: Plan, tried: list[_Tried]) -> bool:

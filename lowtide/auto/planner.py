@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch import nn
 
-from lowtide.auto.budget import PAGE_BYTES, within_pages
+from lowtide.auto.budget import within_pages
 from lowtide.auto.lying import Lying
 from lowtide.errors import ConfigError
 from lowtide.families.row import Stack
@@ -27,7 +27,8 @@ from lowtide.measure.residents import block_gradients
 from lowtide.plan.answer import Plan
 from lowtide.plan.assignment import assignment_of, schedule_of
 from lowtide.plan.costs import BlockKind, StepCosts
-from lowtide.plan.predict_step import predict_step
+from lowtide.plan.narrow import narrow_plan
+from lowtide.plan.predict_step import predict_schedule
 from lowtide.plan.sampling import bytes_of, corrected, samples_of, sampling, with_bytes
 from lowtide.plan.schedule import ATTENTION, KEPT, WHOLE, Schedule
 from lowtide.plan.solve import fixed_plans, smallest_peak, solve
@@ -40,9 +41,11 @@ from lowtide.units import format_bytes
 _CAUTION = 0.14
 """Of the room for activations, left free as long as nothing is measured: forecasts of peaks err by some percent."""
 _MARGIN, _LEAST_MARGIN_BYTES = 0.04, 96 * 2**20
-_LIKE_MARGIN, _LEAST_LIKE_MARGIN_BYTES = 0.01, 2 * PAGE_BYTES
+_LIKE_MARGIN, _LEAST_LIKE_MARGIN_BYTES = 0.01, 40 * 2**20
 """Left free for errors, and for pages that are partly in use: a share of the room for activations, and at least so
 much. Less where plans like it have run."""
+_PAGES_BYTES = 20 * 2**20
+"""By which a plan may take more than when it ran; twice that is little at a limit."""
 _STEP_DOWN = 0.1
 """By how much less the activations take after a step that ran out of memory."""
 _MOST_SPARE, _MOST_SPARE_BYTES = 0.06, 512 * 2**20
@@ -172,12 +175,16 @@ class Planner:
                 plan = solve(costs, self._most_like_bytes(costs))
             except ConfigError:
                 continue
-            yield 1 - plan.prediction.step_ms / predict_step(costs, assignment_of(costs, beside)).step_ms, plan
+            yield 1 - plan.prediction.step_ms / predict_schedule(costs, beside).step_ms, plan
+
+    def narrow_plan(self) -> Plan | None:
+        """A plan with less in flight than usual that is like those that were tried; None where none is to be had."""
+        return narrow_plan(self._shown, self._most_like_bytes(self._shown))
 
     def as_it_ran(self, plan: Plan) -> Plan:
         """The plan of the last step, with what is known of it by now."""
         costs = replace(self._known, resident_bytes=self._lying_bytes(self._error_bytes), in_flight_share=1.0)
-        prediction = predict_step(costs, assignment_of(costs, plan.schedule))
+        prediction = predict_schedule(costs, plan.schedule)
         return replace(plan, prediction=prediction, source=costs.source, foreseen=plan.foreseen or plan.prediction)
 
     def sampling(self) -> Schedule | None:
@@ -230,7 +237,7 @@ class Planner:
             self._relief_bytes = max(seen_bytes, self._relief_bytes)
             relief = self._relief_share, int(self._relief_share * self._relief_bytes)
             self.costs, costs = self._known.with_relief(*relief), costs.with_relief(*relief)
-        highest = predict_step(costs, assignment_of(costs, schedule)).highest
+        highest = predict_schedule(costs, schedule).highest
         error_bytes = probed.peak_bytes - highest.peak_bytes
         self._error_bytes = max(error_bytes, self._error_bytes) if schedule == self._corrected else error_bytes
         self._corrected = schedule
@@ -263,7 +270,7 @@ class Planner:
         self._trials = self._trials or Trials(self._known)
         self._trials.add(assignment_of(self._trials.timed, plan.schedule), step_ms, noise_ms)
         costs = self._trials.applied(self._known)
-        error_ms = step_ms - predict_step(costs, assignment_of(costs, plan.schedule)).step_ms
+        error_ms = step_ms - predict_schedule(costs, plan.schedule).step_ms
         self.costs = replace(costs, other_ms=max(0.0, costs.other_ms + error_ms))
 
     @property
@@ -286,7 +293,7 @@ class Planner:
         Returns whether anything does."""
         costs = self._known
         try:
-            peak_bytes = predict_step(costs, assignment_of(costs, schedule)).peak_bytes
+            peak_bytes = predict_schedule(costs, schedule).peak_bytes
         except ConfigError:  # of a forward that was refused, and not of the one that ran
             return False
         less_bytes = peak_bytes - int(_STEP_DOWN * max(0, peak_bytes - costs.resident_bytes))
@@ -307,7 +314,7 @@ class Planner:
         """What a plan may take that is like those that were tried, and takes as much less than predicted as all those
         did."""
         margin = _LIKE_MARGIN, _LEAST_LIKE_MARGIN_BYTES
-        return self._left_bytes(costs, self._like_spare_bytes, *margin, self._less_bytes)
+        return self._left_bytes(costs, self._like_spare_bytes, *margin, self._less_bytes - self._more_bytes)
 
     @property
     def _less_bytes(self) -> int:
@@ -320,11 +327,22 @@ class Planner:
         )
         return max(0, min(less, default=0))
 
+    @property
+    def _more_bytes(self) -> int:
+        """How much more than predicted, by what is known now, activations took under one of these plans, beyond what
+        is laid to the residents for the last of them."""
+        costs = self._shown
+        more = (
+            seen.activation_bytes - self._activation_bytes(costs, seen.schedule, seen.began_without)
+            for seen in self._tried
+        )
+        return max(0, max(more, default=0) - max(0, self._error_bytes))
+
     def _activation_bytes(self, costs: StepCosts, schedule: Schedule, begins_without: bool) -> int:
         """Predicted. begins_without: gradients are not there when the step begins."""
         gradients = self._gradients if begins_without else {}
         costs = replace(costs.with_gradients(gradients), resident_bytes=0)
-        return predict_step(costs, assignment_of(costs, schedule)).highest.peak_bytes
+        return predict_schedule(costs, schedule).highest.peak_bytes
 
     def fits(self, plan: Plan) -> bool:
         """Whether a plan does that was made before: more may lie there by now. As measured, where it has run: it takes
@@ -338,13 +356,13 @@ class Planner:
             activation_bytes = self._activation_bytes(self._shown, plan.schedule, begins_without)
             return self._lying_bytes(0) + activation_bytes <= most_bytes
         peak_bytes = self._lying_bytes(0) + max(one.activation_bytes for one in ran)
-        more_bytes = PAGE_BYTES if self.device.type == "cuda" else 0
+        more_bytes = _PAGES_BYTES if self.device.type == "cuda" else 0
         held_bytes, spare_bytes = max(one.peak_bytes for one in ran), max(one.spare_bytes for one in ran)
         return peak_bytes <= min(most_bytes, max(held_bytes + more_bytes, most_bytes - spare_bytes))
 
     def near_the_limit(self, reserved_bytes: int) -> bool:
         """Whether a little more in pieces that fit nothing would exceed the budget. reserved_bytes: 0: not known."""
-        return reserved_bytes > max(0, within_pages(self.device, self.budget_bytes) - 2 * PAGE_BYTES)
+        return reserved_bytes > max(0, within_pages(self.device, self.budget_bytes) - 2 * _PAGES_BYTES)
 
     @property
     def _tried(self) -> Sequence["_Seen"]:
@@ -407,8 +425,7 @@ def _seen_relief(costs: StepCosts, schedule: Schedule, peak_bytes: int) -> tuple
     """What copies in flight may be spared where backward needs the most, in bytes, and the share of it by a step's
     peak."""
     none, all_of_it = (
-        predict_step(each, assignment_of(each, schedule)).highest.peak_bytes
-        for each in (costs.with_relief(0.0), costs.with_relief(1.0))
+        predict_schedule(each, schedule).highest.peak_bytes for each in (costs.with_relief(0.0), costs.with_relief(1.0))
     )
     return min(1.0, max(0.0, (none - peak_bytes) / max(1, none - all_of_it))), none - all_of_it
 

@@ -26,8 +26,9 @@ spreads them, as far as the budget allows). Peaks do depend on the order.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lowtide.plan.assignment import Assignment, in_flight_bytes
+from lowtide.plan.assignment import Assignment, assignment_of, in_flight_bytes
 from lowtide.plan.costs import Run, StepCosts, TreatmentCost
+from lowtide.plan.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,17 @@ class StepPrediction:
         return max(self.positions, key=lambda position: position.peak_bytes)
 
 
-def predict_step(costs: StepCosts, assignment: Assignment) -> StepPrediction:
-    """assignment: treatments of every stack; the last one must not move anything (``assignment.without_last_move``)."""
+def predict_schedule(costs: StepCosts, schedule: Schedule) -> StepPrediction:
+    """A schedule as ``attach`` runs it, with as many bytes in flight as it says. Raises what ``assignment_of`` does."""
+    return predict_step(costs, assignment_of(costs, schedule), schedule.in_flight_bytes)
+
+
+def predict_step(costs: StepCosts, assignment: Assignment, most_in_flight_bytes: int | None = None) -> StepPrediction:
+    """assignment: treatments of every stack; the last one must not move anything (``assignment.without_last_move``).
+    most_in_flight_bytes: None: as many as ``assignment.schedule_of`` allows."""
     in_flight = in_flight_bytes(assignment)
+    if most_in_flight_bytes is not None:
+        in_flight = min(in_flight, most_in_flight_bytes)
     chosen = [cost for name in costs.stacks for cost in assignment[name]]
     return StepPrediction(
         plain_ms=costs.plain_ms,

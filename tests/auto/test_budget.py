@@ -11,7 +11,7 @@ from lowtide.allocator import EARLIER, SETTINGS, VARIABLES
 from lowtide.auto import budget
 from lowtide.auto.budget import Limit
 
-GIB, PAGE = 2**30, 20 * 2**20
+GIB, PAGE = 2**30, 12 * 2**20
 CARD, OTHER = torch.device("cuda:0"), torch.device("cuda:1")
 
 
@@ -49,6 +49,15 @@ def test_no_more_is_taken_than_the_budget_though_pages_are_taken_whole(allocator
     limit.lift()
     assert allocator.shares == {CARD: 0.9, OTHER: 1.0}
     assert allocator.expanding == [SETTINGS, EARLIER]
+
+
+def test_with_somebodys_own_settings_pages_are_as_large_as_pytorch_has_them(
+    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLES[0], "expandable_segments:True")
+    limit = Limit(CARD, 30 * GIB)
+    assert allocator.shares[CARD] * 100 * GIB == pytest.approx(30 * GIB - 20 * 2**20)
+    limit.lift()
 
 
 @pytest.mark.parametrize("first_goes_first", [True, False])

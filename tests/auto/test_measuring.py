@@ -17,7 +17,7 @@ from lowtide.measure.probe import BlockTime, Probed
 from lowtide.plan.answer import Plan
 from lowtide.plan.assignment import assignment_of, placed
 from lowtide.plan.costs import MEASURED, StepCosts
-from lowtide.plan.predict_step import predict_step
+from lowtide.plan.predict_step import predict_schedule
 from lowtide.plan.schedule import SELECTIVE, WHOLE, Schedule
 from lowtide.plan.solve import smallest_peak, solve
 from tests.plan.test_trials import taking
@@ -60,7 +60,7 @@ class Scripted:
         if self.is_crowded is None:
             return Probed({}, {}, self.time_ms(schedule), None, None)
         assert planner.costs is not None
-        peak_bytes = predict_step(planner.costs, assignment_of(planner.costs, schedule)).peak_bytes
+        peak_bytes = predict_schedule(planner.costs, schedule).peak_bytes
         retries = int(self.is_crowded(schedule))
         return Probed({}, {}, self.time_ms(schedule), peak_bytes, peak_bytes, retries)
 
@@ -69,7 +69,7 @@ class Watched(Scripted):
     """A model on which steps take what ``true`` says, and its single blocks seem to take what ``believed`` does."""
 
     def __init__(self, believed: StepCosts, true: StepCosts) -> None:
-        super().__init__(lambda schedule: predict_step(true, assignment_of(true, schedule)).step_ms)
+        super().__init__(lambda schedule: predict_schedule(true, schedule).step_ms)
         self.believed = believed
 
     def seen(self, planner: Planner, schedule: Schedule) -> Probed:

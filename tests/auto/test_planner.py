@@ -463,3 +463,29 @@ def test_a_plan_fits_if_it_takes_no_more_than_it_did_or_leaves_room_for_what_was
     monkeypatch.setattr(lying, "now_bytes", lambda: now_bytes)
     planner.begin_step()
     assert planner.fits(plan)  # as it did
+
+
+def test_by_how_much_a_plan_took_more_than_predicted_is_left_free_in_those_to_come() -> None:
+    """Though other plans ran since, which took what they were to take."""
+    measured = Measured("sd3_medium", can_move=True)
+    planner = measured.planner
+    (stack,) = measured.costs.stacks
+    depth = len(measured.costs.stacks[stack])
+    first, second = (Schedule({stack: mixed([word] * (depth - 1) + ["kept"])}) for word in ("whole", "ffn"))
+    planner.budget_bytes = 2 * solve(measured.costs, 2**40).prediction.peak_bytes
+
+    def took(schedule: Schedule, more_bytes: int) -> None:
+        peak_bytes = predict_step(measured.costs, assignment_of(measured.costs, schedule)).highest.peak_bytes
+        planner.learn_peak(schedule, Probed({}, {}, 1.0, peak_bytes + more_bytes, peak_bytes + more_bytes))
+
+    def room() -> int:
+        """For activations."""
+        return planner.plan(like=True).budget_bytes - measured.costs.resident_bytes
+
+    planner._untimed = 0
+    took(second, 0)
+    before_bytes = room()
+    took(first, 5000)
+    assert room() == pytest.approx(before_bytes - 5000, abs=100)  # it lies there, by what is known
+    took(second, -5000)  # as it was to take before
+    assert planner._error_bytes == 0 and room() == pytest.approx(before_bytes - 5000, abs=100)

@@ -8,7 +8,7 @@ from lowtide.errors import ConfigError
 from lowtide.plan import modes
 from lowtide.plan.assignment import assignment_of, in_flight_bytes_for, schedule_of
 from lowtide.plan.costs import PLAIN, BlockFigures, BlockKind, LinkRates, StepCosts, TreatmentCost
-from lowtide.plan.predict_step import StepPrediction, predict_step
+from lowtide.plan.predict_step import StepPrediction, predict_schedule, predict_step
 from lowtide.plan.schedule import ATTENTION, BOUNDARY, FFN, KEPT, SAVED, WHOLE, Schedule, keep_all, mixed, whole_blocks
 
 RATE = 1e3 / 2**30
@@ -55,6 +55,18 @@ def test_every_position_of_backward_holds_what_came_before_it() -> None:
 
 def test_the_peak_may_be_elsewhere() -> None:
     assert _predict(_costs(elsewhere_bytes=500), *_ways() * 4).peak_bytes == 500
+
+
+def test_where_less_may_be_in_flight_less_counts_and_more_is_waited_for() -> None:
+    moving = _moving(20)
+    costs, chosen = _costs(moving, depth=3), {"s": (moving, moving, _ways()[0])}
+    usual, less, more = (predict_step(costs, chosen, most_bytes) for most_bytes in (None, 8, 1000))
+    assert more == usual
+    assert [p.in_flight_bytes for p in less.positions] == [8 * bool(p.in_flight_bytes) for p in usual.positions]
+    assert usual.peak_bytes - less.peak_bytes == 20 - 8
+    assert less.exposed_out_ms >= usual.exposed_out_ms > 0
+    narrow = replace(schedule_of(chosen), in_flight_bytes=8, prefetch_bytes=8)
+    assert predict_schedule(costs, narrow) == less and predict_schedule(costs, schedule_of(chosen)) == usual
 
 
 def test_bytes_in_flight_count_at_every_position() -> None:

@@ -1,0 +1,55 @@
+"""Less in flight than usual, where room is scarce: copies may be waited for, but the peak is lower. Pure functions."""
+
+from dataclasses import replace
+
+from lowtide.errors import ConfigError
+from lowtide.plan.answer import Plan
+from lowtide.plan.assignment import assignment_of, in_flight_bytes_for
+from lowtide.plan.costs import StepCosts, TreatmentCost
+from lowtide.plan.predict_step import predict_schedule
+from lowtide.plan.schedule import ATTENTION, BOUNDARY
+from lowtide.plan.solve import solve
+
+_NARROW = 2 / 3
+"""Of the bytes that are in flight usually. On an H200, Wan 2.1 1.3B at 33 frames took 2.6 % longer with that, and 7.8 %
+with a third (`benchmarks/LOG.md`, 2026-12-01)."""
+_WORTH = 0.9
+"""Of them, that more would not be worth a plan of its own."""
+
+
+def narrow_plan(costs: StepCosts, budget_bytes: int) -> Plan | None:
+    """The plan that would be the quickest if there were a little more room, with so much less in flight that it fits.
+    None where it does not, or where what it copies of a block may be one piece, which is in flight whole."""
+    sizes = [cost.copied_bytes for kind in costs.kinds.values() for cost in kind.treatments if _in_pieces(cost)]
+    if costs.link is None or not sizes:
+        return None
+    try:
+        wide = solve(costs, budget_bytes + int((1 - _NARROW) * max(sizes)))
+    except ConfigError:
+        return None
+    chosen = assignment_of(costs, wide.schedule)
+    largest = max((cost for name in chosen for cost in chosen[name]), key=lambda cost: cost.copied_bytes)
+    bound_bytes = _narrow_bytes(costs, largest)
+    if bound_bytes is None:
+        return None
+    schedule = replace(wide.schedule, in_flight_bytes=bound_bytes, prefetch_bytes=bound_bytes)
+    made = predict_schedule(costs, schedule)
+    if not made.fits(budget_bytes, costs.host_limit_bytes):
+        return None
+    return replace(wide, budget_bytes=budget_bytes, schedule=schedule, prediction=made, mode=None)
+
+
+def _in_pieces(cost: TreatmentCost) -> bool:
+    """Whether what it copies is its arguments, and something else."""
+    return {BOUNDARY, ATTENTION} <= cost.moves
+
+
+def _narrow_bytes(costs: StepCosts, largest: TreatmentCost) -> int | None:
+    """How much may be in flight: no less than its arguments, nor than the rest."""
+    if not _in_pieces(largest):
+        return None
+    alike = (kind.by_way.get((largest.treatment, frozenset({BOUNDARY}), 1)) for kind in costs.kinds.values())
+    arguments_bytes = max((cost.copied_bytes for cost in alike if cost is not None), default=0)
+    pieces = arguments_bytes, largest.copied_bytes - arguments_bytes
+    bound_bytes = max(*pieces, int(_NARROW * in_flight_bytes_for(largest.copied_bytes)))
+    return bound_bytes if bound_bytes <= _WORTH * in_flight_bytes_for(largest.copied_bytes) else None
