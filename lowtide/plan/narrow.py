@@ -18,13 +18,19 @@ _WORTH = 0.9
 
 
 def narrow_plan(costs: StepCosts, budget_bytes: int) -> Plan | None:
-    """The plan that would be the quickest if there were a little more room, with so much less in flight that it fits.
-    None where it does not, or where what it copies of a block may be one piece, which is in flight whole."""
-    sizes = [cost.copied_bytes for kind in costs.kinds.values() for cost in kind.treatments if _in_pieces(cost)]
-    if costs.link is None or not sizes:
-        return None
+    """The quickest of the plans that would be the best if there were a little more room, and fit with so much less in
+    flight. None where none does, or where what they copy of a block may be one piece, which is in flight whole."""
+    sizes = {cost.copied_bytes for kind in costs.kinds.values() for cost in kind.treatments if _in_pieces(cost)}
+    made = [
+        _narrowed(costs, budget_bytes, size_bytes) for size_bytes in sorted(sizes if costs.link is not None else ())
+    ]
+    return min((plan for plan in made if plan is not None), key=lambda plan: plan.prediction.step_ms, default=None)
+
+
+def _narrowed(costs: StepCosts, budget_bytes: int, copied_bytes: int) -> Plan | None:
+    """copied_bytes: of the treatment that is to copy the most; so much less of it in flight is the room that is won."""
     try:
-        wide = solve(costs, budget_bytes + int((1 - _NARROW) * max(sizes)))
+        wide = solve(costs, budget_bytes + int((1 - _NARROW) * copied_bytes))
     except ConfigError:
         return None
     chosen = assignment_of(costs, wide.schedule)
