@@ -6,8 +6,8 @@ Every step is a training step with the gradients of a plain run. They run under
 2. a schedule that has each treatment on some blocks, four times, of which the last three are timed;
 3. the plan from measured times, the plan from what that one then took, and the same two of plans that move nothing, a
    few steps each. The first plan once more, and the two best of the fixed settings, if they are not far behind by those
-   times; the plan that would win most if one treatment were quicker than it seems, one with less in flight where that
-   makes room for a quicker one, and the plan from what all of these took;
+   times; the plan that would win most if one treatment were quicker than it seems, one with less
+   brought back ahead, where that makes room for a quicker one; and the plan from what all of these took;
 4. the quickest of those again in turns, and of these those that are still close, where any are or little room is left:
    a busy host makes all steps of some seconds late. What is quickest stays.
 
@@ -39,7 +39,7 @@ the memory of each block is to be seen."""
 _TRIED = {True: "tried for some steps, from measured times", False: "tried for some steps, with nothing moving"}
 _ONCE_MORE, _FIXED = "tried for some steps, once more", "tried for some steps, as one setting for all blocks"
 _HOPED = "tried for some steps, since a treatment in it may be quicker than it seems"
-_NARROW = "tried for some steps, with less in flight at a time"
+_NARROW = "tried for some steps, with less brought back ahead"
 _LAST, _AGAIN = "tried for some steps, from what all of these took", "run once more before one stays"
 _MOST_FIXED = 2
 _TIMED = 3
@@ -63,7 +63,7 @@ _WORTH = 0.01
 """Of the time of a step, that copies have to save to be worth it: what else uses the link or the host may change."""
 
 _NARROW_WORTH = 0.03
-"""Of it, that less in flight has to save by prediction."""
+"""Of it, that less brought back ahead has to save by prediction."""
 
 
 @dataclass(frozen=True)

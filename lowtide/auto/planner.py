@@ -178,7 +178,7 @@ class Planner:
             yield 1 - plan.prediction.step_ms / predict_schedule(costs, beside).step_ms, plan
 
     def narrow_plan(self) -> Plan | None:
-        """A plan with less in flight than usual that is like those that were tried; None where none is to be had."""
+        """A plan like those that were tried, by which less than usual is brought back ahead; None: there is none."""
         return narrow_plan(self._shown, self._most_like_bytes(self._shown))
 
     def as_it_ran(self, plan: Plan) -> Plan:

@@ -94,16 +94,16 @@ class StepPrediction:
 
 
 def predict_schedule(costs: StepCosts, schedule: Schedule) -> StepPrediction:
-    """A schedule as ``attach`` runs it, with as many bytes in flight as it says. Raises what ``assignment_of`` does."""
-    return predict_step(costs, assignment_of(costs, schedule), schedule.in_flight_bytes)
+    """A schedule as ``attach`` runs it, with as many bytes brought back ahead as it says. Raises what ``assignment_of``
+    does."""
+    return predict_step(costs, assignment_of(costs, schedule), schedule.prefetch_bytes)
 
 
-def predict_step(costs: StepCosts, assignment: Assignment, most_in_flight_bytes: int | None = None) -> StepPrediction:
+def predict_step(costs: StepCosts, assignment: Assignment, prefetch_bytes: int | None = None) -> StepPrediction:
     """assignment: treatments of every stack; the last one must not move anything (``assignment.without_last_move``).
-    most_in_flight_bytes: None: as many as ``assignment.schedule_of`` allows."""
+    prefetch_bytes: brought back ahead at most; None, or more than that: what ``assignment.schedule_of`` says."""
     in_flight = in_flight_bytes(assignment)
-    if most_in_flight_bytes is not None:
-        in_flight = min(in_flight, most_in_flight_bytes)
+    ahead_bytes = in_flight if prefetch_bytes is None else min(in_flight, prefetch_bytes)
     chosen = [cost for name in costs.stacks for cost in assignment[name]]
     return StepPrediction(
         plain_ms=costs.plain_ms,
@@ -115,7 +115,7 @@ def predict_step(costs: StepCosts, assignment: Assignment, most_in_flight_bytes:
         cpu_bytes=sum(cost.cpu_bytes for cost in chosen),
         copied_bytes=sum(cost.copied_bytes for cost in chosen),
         elsewhere_bytes=max(costs.elsewhere_bytes, costs.resident_bytes),
-        positions=tuple(_positions(costs, assignment, costs.in_flight(in_flight)))[::-1],
+        positions=tuple(_positions(costs, assignment, costs.in_flight(ahead_bytes)))[::-1],
     )
 
 

@@ -17,6 +17,8 @@ from lowtide.plan.costs import MEASURED
 
 DEPTH, WIDTH, HEADS, TOKENS = 12, 1024, 8, 16384
 WITHIN = 0.02
+BEFORE = 0.05
+"""Before a schedule has run."""
 GIB = 2**30
 
 
@@ -90,8 +92,9 @@ def test_a_budget_holds_in_every_step_and_the_peak_is_the_predicted_one(training
         assert handle.settled and handle.plan is not None and not handle.plan.leaves_off
         found, _ = peaks(training, x)
         known = handle.plan.prediction
-        for said in (handle.plan.foreseen or known, known):  # before the schedule ran, and once it had
-            assert abs(said.peak_bytes / found - 1) <= WITHIN
+        assert abs(known.peak_bytes / found - 1) <= WITHIN
+        before = handle.plan.foreseen or known  # of copies in flight as many count as have ever needed room
+        assert -WITHIN <= before.peak_bytes / found - 1 <= BEFORE
     assert max(reserved) <= budget
 
 
