@@ -12,8 +12,8 @@ from lowtide.plan.schedule import ATTENTION, BOUNDARY
 from lowtide.plan.solve import solve
 
 _NARROW = 2 / 3
-"""Of the bytes that are brought back ahead usually. The way out stays as it is: memory is scarcest in backward, and held
-to that both ways, Wan 2.1 1.3B took 2.6 % longer on an H200 (`benchmarks/LOG.md`, 2026-12-01)."""
+"""Of the bytes that are brought back ahead usually. The way out stays as it is: memory is scarcest in backward, and
+held to that both ways, Wan 2.1 1.3B took 2.6 % longer on an H200 (`benchmarks/LOG.md`, 2026-12-01)."""
 _WORTH = 0.9
 """Of them, that more would not be worth a plan of its own."""
 
