@@ -12,8 +12,10 @@ from lowtide.attaching import attach
 from lowtide.controls import CheckpointConfig
 from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.measure.build import build_model, open_target
+from lowtide.measure.inputs import build_inputs
 from lowtide.measure.parity import compare, run_step
 from lowtide.plan.schedule import MOVES, Schedule, mixed
+from lowtide.runtime.resolve import resolve
 from lowtide.testing import cpu_offload
 
 MOVING = [
@@ -42,6 +44,27 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
 def test_no_accelerator_is_an_error(model: nn.Module, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="offload needs an accelerator"):
         attach(model, **options)
+
+
+@pytest.mark.parametrize("key", ["wan21_1_3b", "sd3_medium", "flux1"])
+def test_with_little_ahead_selective_blocks_wait_for_no_copy_but_the_first(key: str) -> None:
+    row = families.find(key)
+    model = build_model(row, "tiny")
+    inputs, stacks = build_inputs(row.tiny, torch.float32), resolve(model, row.stacks)
+    plain = run_step(model, inputs)
+    blocks = {stack.name: mixed(["selective+attention+boundary"] * len(stack.blocks)) for stack in stacks}
+    with cpu_offload():
+        with attach(model, schedule=Schedule(blocks), offload_min_bytes=1) as handle:
+            run_step(model, inputs)
+            usual = handle.receipt().copies
+        ahead_bytes = 2 * usual.d2h_bytes // sum(len(stack.blocks) for stack in stacks) // 3
+        narrow = Schedule(blocks, prefetch_bytes=ahead_bytes)
+        with attach(model, schedule=narrow, offload_min_bytes=1) as handle:
+            found = run_step(model, inputs)
+            copies = handle.receipt().copies
+    assert copies.prefetch_misses <= 1
+    assert copies.h2d_bytes == copies.d2h_bytes == usual.d2h_bytes > 0
+    assert not compare(plain, found)
 
 
 @pytest.mark.parametrize("options", MOVING, ids=str)

@@ -186,6 +186,25 @@ class Store:
                     self._prefetch()
                     return
 
+    def results_after_arguments(self, began: int, recorded: int) -> None:
+        """Backward runs this part of the forward again: it reads the arguments, the last first, and then what was kept
+        of attention kernels, the first first. They are to come back in that order.
+
+        began, recorded: ``packs`` before the arguments were packed, and when they had been.
+        """
+        with self.lock:
+            places, arguments, results = [], [], []
+            for place in reversed(range(len(self._order))):
+                entry = self._order[place]()
+                if entry is None or entry.index != place:
+                    continue
+                if entry.number <= began:
+                    break
+                places.append(place)
+                (results if entry.number > recorded else arguments).append(entry)
+            for place, entry in zip(places, [*arguments, *reversed(results)], strict=True):
+                entry.index, self._order[place] = place, weakref.ref(entry)
+
     def stays(self, tensor: torch.Tensor) -> None:
         """Somebody holds this storage on the device anyway: moving it would save nothing."""
         if type(tensor) is torch.Tensor and tensor.layout is _STRIDED:

@@ -69,6 +69,7 @@ class Tracer:
         if self.store is not None:
             together = (unit.group, unit.number) if unit.treatment in IN_SEGMENTS else unit.record.number
             self.store.enter_block(together, unit.record.name)
+        began = self.store.packs if self.store is not None else 0
         segment = self._segment_for(unit, leaves, args, kwargs)
         call = Call(unit.record.name, functools.partial(original, module), (module,))
         call.on_replay = unit.record.count_replay if unit.counts else unit.record.note_replay
@@ -77,8 +78,11 @@ class Tracer:
         if unit.treatment == SELECTIVE:
             call.kernels = self._kernel_log(unit)
         segment.record(call, arguments, leaves, self._generators(leaves))
+        recorded = self.store.packs if self.store is not None else 0
         output = self._record(unit, segment, call, args, kwargs, leaves)
         self.ledger.end_call(unit.record, segment, call)
+        if self.store is not None and unit.treatment == SELECTIVE and unit.width == 1:
+            self.store.results_after_arguments(began, recorded)
         self._settle(unit)
         return output
 
