@@ -1,6 +1,6 @@
 """The user's controls of checkpointing: one validated model of the keys, and the schedule that they ask for."""
 
-import warnings
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
@@ -27,6 +27,9 @@ from lowtide.plan.schedule import (
     keep_all,
     whole_blocks,
 )
+from lowtide.warn import warn_caller
+
+_log = logging.getLogger("lowtide")
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,13 @@ class CheckpointConfig(Keys):
     # Written out for type checkers: without it they would know the keys of JSON files only, with checked types only.
     def __init__(self, **keys: Any) -> None:
         super().__init__(**keys)
+        given = next((keys[key] for key in ("backend", "gradient_checkpointing_backend") if key in keys), None)
+        if given is not None and is_unset(given) and self.gradient_checkpointing and self.schedule is None:
+            _log.warning(
+                "backend %r counts as not set, so it is %s; what recomputes nothing is gradient_checkpointing = false",
+                given,
+                self.backend,
+            )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -338,9 +348,8 @@ class CheckpointConfig(Keys):
             effect = "only the first block of each stack is treated"
         else:
             effect = "every block is treated"
-        warnings.warn(
-            f"interval {self.interval} is wider than the deepest block stack of {model} ({deepest} blocks): {effect}.",
-            stacklevel=3,
+        warn_caller(
+            f"interval {self.interval} is wider than the deepest block stack of {model} ({deepest} blocks): {effect}."
         )
 
 

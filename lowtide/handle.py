@@ -1,6 +1,5 @@
 """From controls, or a schedule, to a model whose blocks are recomputed in backward: see ``attaching.attach``."""
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ from lowtide.attention_backend import entry_points, providers
 from lowtide.checkpoint_wrappers import wrapped
 from lowtide.controls import CheckpointConfig
 from lowtide.errors import ConfigError, UnsupportedError
-from lowtide.families.row import Stack
+from lowtide.families.row import Family, Stack
 from lowtide.inert import ignored, inert
 from lowtide.plan.answer import Plan
 from lowtide.plan.schedule import ATTENTION, FFN, KEPT, MOVES, SELECTIVE, Schedule
@@ -27,6 +26,7 @@ from lowtide.runtime.store import Store
 from lowtide.runtime.swap import intercept, release
 from lowtide.runtime.tracer import Tracer
 from lowtide.runtime.unit import NO_ATTENTION, lacks_attention, movable, moving, units_of
+from lowtide.warn import warn_caller
 
 RUNS_LAST = "runs last, stays on the device"
 """Why a block of which something would wait in CPU memory keeps it."""
@@ -281,13 +281,26 @@ def rows_for(model: nn.Module, family: str | None) -> tuple[nn.Module, tuple[Sta
     """The module whose stacks are meant (wrappers peeled off by looking inside) and its rows, if a family knows it."""
     if family is not None:
         row = families.find(family)
-        return _inner(model, row.class_name) or model, row.stacks
+        inner = _inner(model, row.class_name)
+        other = _known(model) if inner is None else None
+        if other is not None:
+            raise ConfigError(
+                f"family {family!r} is of {row.class_name}, and this model is a {other[1].class_name} "
+                f"({other[1].title}). Leave family out, or give that one."
+            )
+        return inner or model, row.stacks
+    known = _known(model)
+    return (model, None) if known is None else (known[0], known[1].stacks)
+
+
+def _known(model: nn.Module) -> tuple[nn.Module, Family] | None:
+    """The outermost module whose class a family has."""
     for module in model.modules():
         for kind in type(module).__mro__:
             known = families.by_class(kind.__name__)
             if known is not None:
-                return module, known.stacks
-    return model, None
+                return module, known
+    return None
 
 
 def _inner(model: nn.Module, class_name: str) -> nn.Module | None:
@@ -309,7 +322,7 @@ def _warn_of_ignored(config: CheckpointConfig, stacks: Sequence[ResolvedStack], 
     if (config.interval or 1) > max(depths, default=0):
         return  # the controls have said that the interval is wider than every stack
     for note in ignored(config, depths):
-        warnings.warn(f"{note.subject} is ignored for {model}: {note.reason}.", stacklevel=4)
+        warn_caller(f"{note.subject} is ignored for {model}: {note.reason}.")
 
 
 def check_schedule(schedule: Schedule, stacks: list[ResolvedStack]) -> None:

@@ -648,3 +648,14 @@ def test_scopes_of() -> None:
     assert scopes_of([False], [True]) == ["torch", "unsloth", "torch-selective", "unsloth-selective"]
     assert scopes_of([True], [False]) == ["torch", "torch-ffn", "unsloth", "unsloth-ffn"]
     assert scopes_of([False], [False]) == ["torch", "unsloth"]
+
+
+@pytest.mark.parametrize("word", ["none", " Null", ""])
+def test_a_backend_that_is_a_word_for_unset_is_told(word: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert CheckpointConfig(gradient_checkpointing_backend=word).backend == "torch"
+    (record,) = caplog.records
+    assert f"backend {word!r} counts as not set, so it is torch" in record.getMessage()
+    caplog.clear()
+    assert not CheckpointConfig(gradient_checkpointing=False, backend=word).gradient_checkpointing
+    assert CheckpointConfig(schedule="plan.json", backend=word).schedule and CheckpointConfig(backend=None)
+    assert not caplog.records

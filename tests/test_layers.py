@@ -14,7 +14,7 @@ PACKAGE = ROOT / "lowtide"
 
 # From the ground up. Modules of one layer may use each other, as long as no cycle comes of it.
 LAYERS = (
-    ("errors", "units", "signals", "allocator"),
+    ("errors", "units", "signals", "allocator", "warn"),
     ("families",),
     ("plan",),
     ("runtime",),
@@ -33,6 +33,7 @@ ALLOWED: Mapping[str, set[str]] = {
     "errors": set(),
     "units": set(),
     "allocator": set(),
+    "warn": set(),
     "signals": set(),
     "families": set(),
     "plan": {"numpy"},  # the search is a hundred times slower on lists

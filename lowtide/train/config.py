@@ -129,7 +129,7 @@ class TrainKeys(Keys):
         description="Side, in pixels, of the square whose area every picture gets; its shape stays about its own.",
     )
     tokenizer_max_length: Annotated[int | None, BeforeValidator(WholeNumber(1))] = Field(
-        default=None, description="Longest caption in tokens. Unset: what the family was made with (512 for flux1)."
+        default=None, description="Longest caption in tokens. Unset: the most that the family takes (512 for flux1)."
     )
     train_batch_size: _Count = Field(default=1, description="Pictures in one forward.")
     gradient_accumulation_steps: _Count = Field(default=1, description="Forwards and backwards in one step.")

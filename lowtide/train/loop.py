@@ -1,6 +1,7 @@
 """The training loop: one update after another, from wherever the run stands."""
 
 import functools
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -181,9 +182,14 @@ def load_batch(cached: Cached, indices: tuple[int, ...], device: torch.device) -
 
 def _mean(losses: list[float], step: int) -> float:
     mean = sum(losses) / len(losses)
-    if mean != mean or mean in (float("inf"), float("-inf")):
-        raise LowtideError(
-            f"the loss is {mean} in step {step}: training has broken down. Lower learning_rate, or set mixed_precision "
-            "to no; the checkpoints saved before it can be gone on from"
-        )
+    check_loss(mean, f"in step {step}")
     return mean
+
+
+def check_loss(loss: float, when: str) -> None:
+    """Raises LowtideError for one that is no number any more, or infinite."""
+    if not math.isfinite(loss):
+        raise LowtideError(
+            f"the loss is {loss} {when}: training has broken down. Lower learning_rate, or set mixed_precision to no; "
+            "the checkpoints saved before it can be gone on from"
+        )

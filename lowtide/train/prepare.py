@@ -37,6 +37,7 @@ def prepare(config: TrainConfig, reporter: Reporter) -> Prepared:
     """
     keys = config.keys
     row = train_row(keys.family)
+    row.tokens_of(keys.tokenizer_max_length)
     examples = read_folder(keys.data)
     if keys.makes_pipeline and not keys.pipeline.is_dir():
         _make_small_pipeline(keys.pipeline, examples, keys.resolution, reporter)
@@ -64,7 +65,7 @@ def _plan(keys: TrainKeys, row: TrainRow, examples: list[Example]) -> CachePlan:
     identity = {
         "family": row.key,
         "encoders": fingerprint(keys.pipeline, row.encoder_parts),
-        "tokens": str(keys.tokenizer_max_length or row.text_tokens),
+        "tokens": str(row.tokens_of(keys.tokenizer_max_length)),
         "mixed_precision": keys.mixed_precision,
     }
     prompt = keys.validation_prompt or examples[0].caption
@@ -72,5 +73,5 @@ def _plan(keys: TrainKeys, row: TrainRow, examples: list[Example]) -> CachePlan:
 
 
 def _opener(keys: TrainKeys, row: TrainRow, device: torch.device, dtype: torch.dtype) -> Callable[[], Encoders]:
-    tokens = keys.tokenizer_max_length or row.text_tokens
+    tokens = row.tokens_of(keys.tokenizer_max_length)
     return lambda: row.open_encoders(keys.pipeline, device, dtype, tokens)

@@ -23,7 +23,7 @@ from lowtide.train.families.base import Denoiser
 from lowtide.train.files import folder_with_something, new_folder, write_json
 from lowtide.train.flow import Batch, fixed_loss, random_noise
 from lowtide.train.kernels import computing
-from lowtide.train.loop import Guard, Interrupt, StepDone, Updater, load_batch, plainly, run_steps
+from lowtide.train.loop import Guard, Interrupt, StepDone, Updater, check_loss, load_batch, plainly, run_steps
 from lowtide.train.memory import give_back, in_words, peak_bytes
 from lowtide.train.metrics import add_metrics, read_metrics, summary_of
 from lowtide.train.plans import (
@@ -64,7 +64,7 @@ class Session:
     def of_plans(self) -> dict[str, str]:
         """What plans say of a run, and none of its keys."""
         trained = sum(weight.numel() for weight in self.trained.parameters)
-        tokens = self.keys.tokenizer_max_length or self.prepared.row.text_tokens
+        tokens = self.prepared.row.tokens_of(self.keys.tokenizer_max_length)
         return {TRAINED_PARAMETERS: str(trained), TEXT_TOKENS: str(tokens)}
 
     @property
@@ -208,12 +208,13 @@ def _guard(session: Session, attached: Attached, reporter: Reporter) -> Guard:
 def _finish(session: Session, attached: Attached, blocks: dict[str, Any]) -> dict[str, Any]:
     """Weights, sample and report."""
     keys, state = session.keys, session.state
+    before, after = state.loss_before, session.fixed_loss()
+    check_loss(after, "after the last step")
     weights = keys.output / WEIGHTS[keys.model_type]
     with new_folder(weights) as partial:
         session.trained.save(partial)
     _sample(session, AFTER)
     pair = write_pair(keys.output)
-    before, after = state.loss_before, session.fixed_loss()
     assert before is not None
     found = save_what_auto_found(keys, session.of_plans, attached.handle)
     report = {

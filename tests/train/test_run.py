@@ -14,6 +14,7 @@ from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file
 
+from lowtide.errors import ConfigError, LowtideError
 from lowtide.testing import cpu_offload
 from lowtide.train.loop import StepDone
 from lowtide.train.report import setting_name, settings_table
@@ -53,6 +54,12 @@ def test_a_learning_rate_of_zero_learns_nothing(train: Train) -> None:
     report = train(learning_rate=0)
     assert report is not None
     assert report["fixed_batch_loss"]["improvement"] == 0
+
+
+def test_weights_that_broke_in_the_last_step_are_not_written_as_a_result(train: Train, output: Path) -> None:
+    with pytest.raises(LowtideError, match="the loss is (nan|inf) after the last step: training has broken down"):
+        train(learning_rate=1e30, max_grad_norm=0, max_train_steps=1)
+    assert not (output / "lora").exists() and not (output / "report.json").exists()
 
 
 @pytest.mark.parametrize("alpha", [None, 16])
@@ -193,3 +200,9 @@ def test_memory_does_not_grow_with_the_steps(train: Train) -> None:
 
     train(count, max_train_steps=6, checkpoint_step_interval=100)
     assert tensors[6] <= tensors[3]
+
+
+def test_more_tokens_than_a_family_takes_are_refused_before_anything_is_written(train: Train, output: Path) -> None:
+    with pytest.raises(ConfigError, match="tokenizer_max_length: 100000 is not allowed; allowed for flux1: 1 to 512"):
+        train(tokenizer_max_length=100_000)
+    assert not output.exists()

@@ -11,6 +11,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from lowtide import families
+from lowtide.errors import ConfigError
 
 
 class Encoders(ABC):
@@ -80,7 +81,7 @@ class Denoiser(ABC):
 class TrainRow:
     """One family that can be trained.
 
-    text_tokens: longest caption by default. encoder_parts: sub-folders of a pipeline that the cache depends on.
+    text_tokens: of the longest caption. encoder_parts: sub-folders of a pipeline that the cache depends on.
     pipeline_class: name of the class whose pipelines it trains. pixel_multiple: for a pipeline folder, what picture
     sides must be multiples of. open_*: load from a pipeline folder, on a device, in the base's precision.
     """
@@ -92,6 +93,14 @@ class TrainRow:
     pixel_multiple: Callable[[Path], int]
     open_encoders: Callable[[Path, torch.device, torch.dtype, int], Encoders]
     open_denoiser: Callable[[Path, torch.device, torch.dtype], Denoiser]
+
+    def tokens_of(self, wanted: int | None) -> int:
+        """Of captions, in a run. wanted: by the key ``tokenizer_max_length``. Raises ConfigError for too many."""
+        if wanted is not None and wanted > self.text_tokens:
+            raise ConfigError(
+                f"tokenizer_max_length: {wanted} is not allowed; allowed for {self.key}: 1 to {self.text_tokens}."
+            )
+        return self.text_tokens if wanted is None else wanted
 
     @property
     def lora_targets(self) -> str:
