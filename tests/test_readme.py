@@ -104,11 +104,12 @@ def test_python_of_the_offload_page_runs() -> None:
 
 @pytest.mark.parametrize("words", [pytest.param(words, id=" ".join(words)) for words in commands("lowtide")])
 def test_command_is_understood(words: list[str]) -> None:
-    """Run as it stands; of ``train`` and ``bench``, which need the reader's model or card, the help and the options."""
+    """Run as it stands; of ``train``, ``cache`` and ``bench``, which need the reader's model or card, the help and the
+    options."""
     options = [word for word in words if word.startswith("--")]
-    if words[0] == "train":
+    if words[0] in ("train", "cache"):
         assert (ROOT / words[1]).is_file()
-    if words[0] in ("train", "bench"):
+    if words[0] in ("train", "cache", "bench"):
         words = [*words[: 1 + (words[0] == "bench")], "--help"]
     result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
