@@ -11,7 +11,7 @@ from lowtide.auto.handle import AutoHandle
 from lowtide.checkpoint_wrappers import any_wrapper, wrapped
 from lowtide.controls import CheckpointConfig
 from lowtide.errors import ConfigError
-from lowtide.handle import Handle, attach_as, rows_for
+from lowtide.handle import OWN_IS_ON, Handle, attach_as, has_own_on, rows_for
 from lowtide.keys import is_unset
 from lowtide.plan.answer import Plan
 from lowtide.plan.saved_plan import load_plan
@@ -86,9 +86,14 @@ def attach(
     )
     config, schedule = _unless_wrapped(model, family, config, schedule)
     if config.is_auto:
-        return AutoHandle(model, config, family)
-    plan = _plan_of(schedule)
-    return attach_as(model, config, _schedule_of(schedule) if plan is None else plan.schedule, family, plan=plan)
+        handle: Handle | AutoHandle = AutoHandle(model, config, family)
+    else:
+        plan = _plan_of(schedule)
+        own = _schedule_of(schedule) if plan is None else plan.schedule
+        handle = attach_as(model, config, own, family, plan=plan)
+    if has_own_on(model.modules()):
+        _log.warning(OWN_IS_ON)
+    return handle
 
 
 def _unless_wrapped(

@@ -1,7 +1,7 @@
 """From controls, or a schedule, to a model whose blocks are recomputed in backward: see ``attaching.attach``."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
@@ -32,6 +32,12 @@ RUNS_LAST = "runs last, stays on the device"
 """Why a block of which something would wait in CPU memory keeps it."""
 NOT_CALLED = "not called"
 """Why a block was not treated: no step came by it."""
+
+
+OWN_IS_ON = (
+    "the model's own gradient checkpointing is on as well, so blocks are recomputed by both: call "
+    "`model.disable_gradient_checkpointing()`"
+)
 
 
 class Attachment(ABC):
@@ -141,11 +147,8 @@ class Handle(Attachment):
                 "attached, but no block has been called with gradients on since: a compiled or replaced copy of the "
                 "model may be running, or the forward ran under no_grad"
             )
-        if any(module.__dict__.get("gradient_checkpointing") is True for module in self._model_modules()):
-            yield (
-                "the model's own gradient checkpointing is on as well, so blocks are recomputed by both: call "
-                "`model.disable_gradient_checkpointing()`"
-            )
+        if has_own_on(self._model_modules()):
+            yield OWN_IS_ON
         model = self._ledger.model()
         paths = wrapped(model, self.stacks) if model is not None else []
         if paths:
@@ -305,6 +308,11 @@ def _known(model: nn.Module) -> tuple[nn.Module, Family] | None:
 
 def _inner(model: nn.Module, class_name: str) -> nn.Module | None:
     return next((m for m in model.modules() if class_name in {kind.__name__ for kind in type(m).__mro__}), None)
+
+
+def has_own_on(modules: Iterable[nn.Module]) -> bool:
+    """Whether a model's own gradient checkpointing is on."""
+    return any(module.__dict__.get("gradient_checkpointing") is True for module in modules)
 
 
 def check_own_switch(model: nn.Module) -> None:

@@ -78,7 +78,7 @@ def test_wrong_options_are_refused_by_name(options: dict[str, Any], message: str
         lowtide.checkpoint(Block(), inputs(), **options)
 
 
-def test_diffusers_checkpoint_function() -> None:
+def test_diffusers_checkpoint_function(caplog: pytest.LogCaptureFixture) -> None:
     flux = pytest.importorskip("diffusers").FluxTransformer2DModel
     from lowtide import families
     from lowtide.measure.build import build_model
@@ -97,7 +97,11 @@ def test_diffusers_checkpoint_function() -> None:
     model.enable_gradient_checkpointing(counted)  # type: ignore[operator]
     assert_equal(plain, step(model, lambda: model(**x, return_dict=False)[0]))
     assert len(calls) == 14
+    assert not caplog.records
     with lowtide.attach(model, interval=2) as handle:  # both at once: wasteful, right, and said
+        assert ["model's own gradient checkpointing is on" in record.getMessage() for record in caplog.records] == [
+            True
+        ]
         assert_equal(plain, step(model, lambda: model(**x, return_dict=False)[0]))
         assert any("model's own gradient checkpointing" in warning for warning in handle.receipt().warnings)
     model.enable_gradient_checkpointing(lowtide.checkpoint)  # type: ignore[operator]
